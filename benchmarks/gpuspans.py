@@ -22,9 +22,9 @@ from gemini_hpc.core.spans import Trace
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.device.progress import Device
-from gemini_hpc.train.schedule.chunk_schedule import Route, common
+from gemini_hpc.train.schedule.chunk_schedule import Route, find_common_windows
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
-from gemini_hpc.train.schedule.overhead_monitor import Pictured, without_wait
+from gemini_hpc.train.schedule.overhead_monitor import Pictured, subtract_wait
 from gemini_hpc.train.schedule.pacer import Pacer
 
 PROFILED, MU, ALPHA_S, P = 8, 0.95, 1e-4, 4
@@ -109,9 +109,9 @@ class _Rank:
     def _step(self) -> None:
         trace = self.watch.mark()
         self.version += 1
-        self.pacer.iteration(self.version)
+        self.pacer.begin_iteration(self.version)
         if trace is not None and self.watch.held_s is not None:
-            self.traces.append(without_wait(trace, self.watch.held_s))
+            self.traces.append(subtract_wait(trace, self.watch.held_s))
             self.held.append(self.watch.held_s)
             number = self.version - 1 - self.watch.ago
             self.pictures.append(Pictured(number, trace, tuple(self.pacer.journal), (), self.watch.held_s))
@@ -122,16 +122,16 @@ class _Rank:
         for _ in range(self.load.layers):
             self.load.compute()
             self.load.collective()
-        self.watch.gate()
+        self.watch.record_gate_reached()
         launched = time.monotonic()
         self._waiting = True
-        self.pacer.wait_for()
+        self.pacer.record_wait()
         if not self._sealed.acquire(timeout=PATIENCE_S):
             raise NotMeasured(self._problem or f"a version did not arrive within {PATIENCE_S:g} s")
         self._waiting = False
         ahead_s = max(0.0, self.pacer.arrived_at - launched)
-        self.watch.passed()
-        self.pacer.gate()
+        self.watch.record_gate_passed()
+        self.pacer.record_gate_passed()
         self.load.optimizer()
         self._step()
         return ahead_s
@@ -143,7 +143,7 @@ class _Rank:
                 self.copies.bring(ready, self.pairs)
                 self.pacer.begin_version(version)
                 if self._waiting:
-                    self.pacer.wait_for()
+                    self.pacer.record_wait()
                 self._spread()
                 self.spilled_bytes += self.pacer.spilled_bytes
                 self._sealed.release()
@@ -156,7 +156,7 @@ class _Rank:
         link.begin(self.bytes)
         self.pacer.deliver(0, self.bytes, link)
         time.sleep(max(0.0, link.all_arrives_at() - time.monotonic()))
-        self.pacer.delivered(0)
+        self.pacer.record_delivery(0)
 
 
 def measure(
@@ -180,9 +180,9 @@ def measure(
         profile = spans.summarize(rank.traces[1:])
         found.spans = [span.length_s for span in profile.spans if span.before_gate]
         rank.rate = rank.bytes / (USED * max(sum(found.spans), 1e-3))
-        windows = common(profile, [(profile, 0.0)])
+        windows = find_common_windows(profile, [(profile, 0.0)])
         route = Route(profile, windows, rank.bytes, 2, P * rank.pacer.chunk_bytes, P, rank.rate, ALPHA_S, MU)
-        rank.pacer.timetable, rank.pacer.deferred = route.timetable(1), False
+        rank.pacer.timetable, rank.pacer.deferred = route.build_timetable(1), False
         for _ in range(2):
             rank.iteration()
         rank.spilled_bytes = 0
@@ -194,7 +194,7 @@ def measure(
         found.share = 1 - rank.spilled_bytes / (iterations * rank.bytes)
         found.ahead_s = statistics.median(ahead)
         found.held_s = statistics.median(rank.held)
-        overlaps = [picture.overlap() for picture in rank.pictures]
+        overlaps = [picture.measure_overlap() for picture in rank.pictures]
         found.beside = sum(o[2] for o in overlaps) / max(1e-9, sum(o[1] for o in overlaps))
         found.step_s = _step_s(rank.watch)
         found.launch_s = _launch_s(load, rank.watch)
@@ -243,8 +243,8 @@ def _step_s(watch: CollectiveMonitor, times: int = 64) -> float:
     took = []
     for _ in range(times):
         began = time.perf_counter()
-        watch.gate()
-        watch.passed()
+        watch.record_gate_reached()
+        watch.record_gate_passed()
         watch.mark()
         took.append(time.perf_counter() - began)
     return statistics.median(took)

@@ -66,7 +66,7 @@ class ModelLink:
         self._advance()
         return self._arrived
 
-    def spells(self) -> list[Spell]:
+    def read_spells(self) -> list[Spell]:
         """The times in which bytes were under way, since the last call."""
         self._advance()
         found, self._spells = self._spells, []

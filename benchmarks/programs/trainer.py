@@ -272,7 +272,7 @@ class Bench:
         assert self.ckpt is not None and self.ckpt._engine.controller is not None
         saver, rhythm = self._make("gemini"), self.ckpt._engine.controller
         for count in range(SETTLE_STEPS):
-            if rhythm.state().stage == "steady":
+            if rhythm.build_state().stage == "steady":
                 self.say("settled", steps=count)
                 saver.close()
                 return

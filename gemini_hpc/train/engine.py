@@ -31,7 +31,7 @@ from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.replication.rescuer import Frozen, Rescuer
 from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
-from gemini_hpc.train.schedule.capture_cost import dearest
+from gemini_hpc.train.schedule.capture_cost import find_dearest
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import IntervalController
 from gemini_hpc.train.schedule.pacer import Pacer
@@ -262,7 +262,7 @@ class SaveEngine:
         )
         session.collectives = lambda: Progress(
             launched=monitor.launched,
-            flying=monitor.in_flight(),
+            flying=monitor.count_in_flight(),
             usual=monitor.launched_before,
             collective=monitor.newest,
         )
@@ -271,7 +271,7 @@ class SaveEngine:
             planner = self._over.planner(monitor)
         group, words = self._group, None
         if group is not None and session.world > 1:
-            words = AsyncCollectives(group, monitor.track_round, monitor.caught_up)
+            words = AsyncCollectives(group, monitor.track_round, monitor.has_caught_up)
         return IntervalController(
             self._traffic,
             session.rank,
@@ -289,7 +289,7 @@ class SaveEngine:
             transport="host" if self._pushed else "gloo" if self._over is not None else "none",
             seal=lambda: session.gate.seal,
             cpu=lambda: session.gate.cpu,
-            dearest=partial(dearest, self._stateful),
+            dearest=partial(find_dearest, self._stateful),
         )
 
     def _profile_key(self, plan: Plan) -> str:
@@ -349,7 +349,7 @@ class SaveEngine:
         """Record that a copy made here differs from its home's shard. Called from the saving thread."""
         self._session.note("differs", self._session.version, why)
         if self.planning.replanning is not None:
-            self.planning.replanning.look_closely()
+            self.planning.replanning.request_comparison()
 
     # ---- memory ----------------------------------------------------------------------------------------
 

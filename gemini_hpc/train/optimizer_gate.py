@@ -188,7 +188,7 @@ class OptimizerGate:
         began, failing_s = time.perf_counter(), session.guard.waited_s
         job, controller = self.job, self._engine.controller
         if controller is not None:
-            controller.gate()
+            controller.record_gate_reached()
         if job is None and self.resumed_from is not None:
             # The chosen version may not have been sealed: until it is, it must not become the past (R2).
             session.gate.wait_for(self.resumed_from, lambda: not session.protected)
@@ -197,14 +197,14 @@ class OptimizerGate:
         elif job is not None and controller is not None:
             self.wait_left(job)
             if job.version == session.version:
-                controller.held(time.perf_counter() - began)
+                controller.record_copy_wait(time.perf_counter() - began)
             capture = self._engine.planning.capture
             assert capture is not None
             if job.version == session.version:
                 changed = capture.audit(job)
                 for key in changed if not job.hopeless else ():  # a void version is reported already
                     session.note("changed", job.version, f"{key} changed between step() and the optimizer's step")
-            if controller.due(job.version):
+            if controller.is_due(job.version):
                 self.wait_sealed(job, time.perf_counter() - began)
         if controller is not None and controller.scheme != "none" and session.protected:
             if session.guard.leaving():
@@ -212,7 +212,7 @@ class OptimizerGate:
             session.guard.wait_sealed(self._indispensable(max(controller.repeats, self._max_repeated)))
         spent = time.perf_counter() - began
         if controller is not None:
-            controller.waited(spent, spent - (session.guard.waited_s - failing_s))
+            controller.record_wait(spent, spent - (session.guard.waited_s - failing_s))
         self._times.hooked(spent)
 
     def _wait_for_others(self, patience_s: float) -> None:
@@ -237,7 +237,7 @@ class OptimizerGate:
             kept = job.version == session.version and not job.hopeless
             job.hurried = job.hurried or kept
         if kept:
-            self._engine.pacer.wait_for()
+            self._engine.pacer.record_wait()
             session.guard.stand_by()
 
     def _indispensable(self, repeats: int) -> tuple[int, int]:
@@ -274,7 +274,7 @@ class OptimizerGate:
         """
         session, gate, pacer = self._session, self._session.gate, self._engine.pacer
         job.hurried = True
-        pacer.wait_for()
+        pacer.record_wait()
         if not session.protected or self.late:
             return
         if self._max_repeated > 1:  # the wait is elsewhere: see Replicator._save
@@ -283,14 +283,14 @@ class OptimizerGate:
             return
         controller = self._engine.controller
         assert controller is not None
-        controller.awaits()
+        controller.begin_seal_wait()
         self.late = not gate.wait(
             job.version,
             lambda: job.hopeless or not session.protected,
             lambda: pacer.progress_at,
             max(0.0, controller.patience_s - waited_s),
             lambda: pacer.arrived_at,
-            controller.quiet_s(session.seal_timeout_s),
+            controller.compute_quiet_s(session.seal_timeout_s),
         )
         if not self.late or not session.protected or gate.degraded:
             return

@@ -244,7 +244,7 @@ class Planning:
         if misfits and not (able and self.replanning is not None):
             raise StateChangedError(f"{misfits[0]}, and the ranks cannot plan anew here")
         if self.replanning is not None and (large or misfits):
-            self.replanning.want(self._session.version, at_once=bool(misfits))
+            self.replanning.request_plan(self._session.version, at_once=bool(misfits))
 
     def record_mismatches(self, names: Iterable[str]) -> bool:
         """Record the tensors that do not fit the plan and return whether this is news.
@@ -280,7 +280,7 @@ class Planning:
         """Plan again at once if the training has a single rank, which needs no agreement."""
         if self._session.world == 1 and self.replanning is not None and self.replanning.wanted:
             self.replanning.on_round([1])
-            self.replanning.adopt_offers([self.replanning.offer()], self._session.version)
+            self.replanning.adopt_offers([self.replanning.build_offer()], self._session.version)
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         leaves, _ = self._tree.leaves()
@@ -321,7 +321,7 @@ class Planning:
         draft, self._draft = self._draft, None
         offers = [msgspec.msgpack.decode(part, type=_Offer) for part in offered]
         if not all(offer.ready for offer in offers):  # an object has not returned its state
-            replanning.want(session.version, at_once=True)
+            replanning.request_plan(session.version, at_once=True)
             return
         problem = next((offer.problem for offer in offers if offer.problem), "")
         if problem or draft is None:
@@ -332,7 +332,7 @@ class Planning:
         if replanning.differed and not named:  # the place of the difference no longer shows: local steps have met
             apart = self._apart | ownership.printed(gathered)
             plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=apart)
-        replanning.found(plan.alone - self._apart, named=named)
+        replanning.record_reason(plan.alone - self._apart, named=named)
         plan = replace(plan, since=session.version - 1)
         if self.capture is not None:
             plan.capture.learn_from(self.capture)

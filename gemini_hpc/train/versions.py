@@ -153,7 +153,7 @@ class Versions:
                 leaves, odd = self._tree.leaves()
         except Exception as error:
             failure = error
-        moment = engine.controller.moment() if engine.controller is not None else Moment(UNKNOWN)
+        moment = engine.controller.read_moment() if engine.controller is not None else Moment(UNKNOWN)
         # collectives come first, and on every rank, whatever this rank's own state is
         if session.verdict.awaited:
             try:
@@ -248,7 +248,7 @@ class Versions:
         job.moment = moment
         self._gate.late = self._crowded = False
         assert engine.replicator is not None and engine.controller is not None
-        engine.controller.captured(began, mark, job)
+        engine.controller.record_capture(began, mark, job)
         self._ship(job)
         engine.replicator.submit(job)
         if engine.controller.scheme == "blocking":
@@ -265,7 +265,7 @@ class Versions:
             return False
         # all ranks must come to skip the same versions, or none is ever sealed again
         self._crowded = True
-        quiet_s = engine.controller.quiet_s(session.seal_timeout_s)
+        quiet_s = engine.controller.compute_quiet_s(session.seal_timeout_s)
         if late and clock.monotonic() - engine.pacer.progress_at > quiet_s:
             session.gate.degrade(f"version {job.version if job else 0} makes no more progress")
         session.note("skipped", session.version, "the version before this one is still on its way")

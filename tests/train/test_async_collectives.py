@@ -25,7 +25,7 @@ def sitting(ends_at: float, caught_up_at: float) -> AsyncCollectives:
     made = AsyncCollectives(
         cast(Any, group), lambda asked: OperationRecord(0, 0, 0.0), lambda: time.monotonic() >= caught_up_at
     )
-    made.highest([7])
+    made.start_max_round([7])
     return made
 
 
@@ -36,10 +36,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_ahead_of_its_device_waits_for_ranks_that_are_not() -> None:
     now = time.monotonic()
-    assert sitting(now + 1.0, now + 0.9).words() == [7]
+    assert sitting(now + 1.0, now + 0.9).read_maxima() == [7]
 
 
 def test_but_not_when_its_device_is_there() -> None:
     now = time.monotonic()
     with pytest.raises(CollectivesBroken, match="not all ranks have answered"):
-        sitting(now + 60.0, now).words()
+        sitting(now + 60.0, now).read_maxima()

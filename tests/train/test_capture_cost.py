@@ -14,10 +14,10 @@ import gemini_hpc as gemini
 from gemini_hpc.core import pace
 from gemini_hpc.core.spans import Op, Trace
 from gemini_hpc.train.schedule import capture_cost
-from gemini_hpc.train.schedule.capture_cost import CaptureCost, dearest
+from gemini_hpc.train.schedule.capture_cost import CaptureCost, find_dearest
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import IntervalController
-from gemini_hpc.train.schedule.overhead_monitor import without_capture
+from gemini_hpc.train.schedule.overhead_monitor import subtract_capture
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.traffic import Traffic
 
@@ -35,7 +35,7 @@ def capture(cost: Any, time: Time, seconds: float, *, device: bool | None = None
     """device: whether there is one, and it has done all that it had by now."""
     began = time.now
     time.now += seconds
-    cost.captured(began, None if device is None else SimpleNamespace(query=lambda: device))
+    cost.record_capture(began, None if device is None else SimpleNamespace(query=lambda: device))
 
 
 # ---- what a capture costs ------------------------------------------------------------------------------
@@ -57,8 +57,8 @@ def test_a_short_one_is_a_part_of_the_iteration(time: Time) -> None:
     cost = CaptureCost(4)
     for _ in range(5):
         capture(cost, time, 0.5 * capture_cost.LEAST_S)
-        cost.iteration()
-    assert cost.seconds == cost.within(0) == 0.0
+        cost.begin_iteration()
+    assert cost.seconds == cost.read_past_s(0) == 0.0
 
 
 def test_a_device_that_is_behind_loses_nothing(time: Time) -> None:
@@ -75,32 +75,32 @@ def test_each_iteration_has_its_own(time: Time) -> None:
     cost = CaptureCost(3)
     for seconds in (0.1, 0.2, 0.3):
         capture(cost, time, seconds)
-        cost.iteration()
-    cost.iteration()  # a version that is not saved
-    assert [cost.within(ago) for ago in range(4)] == [0.0, pytest.approx(0.3), pytest.approx(0.2), 0.0]
+        cost.begin_iteration()
+    cost.begin_iteration()  # a version that is not saved
+    assert [cost.read_past_s(ago) for ago in range(4)] == [0.0, pytest.approx(0.3), pytest.approx(0.2), 0.0]
 
 
 def test_an_iteration_without_its_capture() -> None:
     trace = Trace(5.0, 1.0, 0.9, (Op(1, 8, 0.1, 0.35), Op(2, 8, 0.6, 0.7)))
-    found = without_capture(trace, 0.25)
+    found = subtract_capture(trace, 0.25)
     assert (found.length_s, found.gate_s, found.started_s) == (0.75, pytest.approx(0.65), 5.0)
     assert [(op.start_s, op.end_s) for op in found.ops] == [
         (0.0, pytest.approx(0.1)),
         (pytest.approx(0.35), pytest.approx(0.45)),
     ]
-    assert without_capture(trace, 0.0) == trace
+    assert subtract_capture(trace, 0.0) == trace
 
 
 def test_an_iteration_without_what_its_first_collective_has_waited_for() -> None:
     """Another rank's capture. What was launched meanwhile was not late; what came after that was."""
     ops = (Op(1, 8, 0.1, 0.5), Op(1, 8, 0.2, 0.52), Op(1, 8, 0.45, 0.55), Op(2, 8, 0.7, 0.8))
-    found = without_capture(Trace(5.0, 1.0, 0.9, ops), 0.05, 0.25)
+    found = subtract_capture(Trace(5.0, 1.0, 0.9, ops), 0.05, 0.25)
     assert (found.length_s, found.gate_s) == (pytest.approx(0.7), pytest.approx(0.6))
     assert [op.start_s for op in found.ops] == pytest.approx([0.05, 0.15, 0.2, 0.4])
     assert [op.end_s for op in found.ops] == pytest.approx([0.2, 0.22, 0.25, 0.5])
-    short = without_capture(Trace(5.0, 1.0, 0.9, ops[3:]), 0.0, 0.25)
+    short = subtract_capture(Trace(5.0, 1.0, 0.9, ops[3:]), 0.0, 0.25)
     assert short.length_s == pytest.approx(0.9), "it has not waited longer than it took"
-    assert without_capture(Trace(5.0, 1.0, 0.9, ()), 0.0, 0.25).length_s == 1.0
+    assert subtract_capture(Trace(5.0, 1.0, 0.9, ()), 0.0, 0.25).length_s == 1.0
 
 
 class Fails:
@@ -113,8 +113,8 @@ class Fails:
 def test_what_takes_most_of_it_is_named() -> None:
     large = SimpleNamespace(state_dict=lambda: {"average": torch.zeros(1 << 22)}, load_state_dict=id)
     stateful: Any = {"scheduler.0": large, "extra.replay": Replay(20_000), "extra.fails": Fails()}
-    assert dearest(stateful, 1e-3) == "extra.replay", "large tensors are captured beside the training"
-    assert dearest(stateful, 1e3) == dearest({}, 1e-3) == ""
+    assert find_dearest(stateful, 1e-3) == "extra.replay", "large tensors are captured beside the training"
+    assert find_dearest(stateful, 1e3) == find_dearest({}, 1e-3) == ""
 
 
 # ---- how often versions are saved where no traffic is planned ------------------------------------------

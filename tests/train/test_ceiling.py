@@ -35,7 +35,7 @@ class Rounds:
             link.sitting = False
             return [max(of) for of in zip(*(said for said in self._said if said is not None), strict=True)]
 
-        link = SimpleNamespace(sitting=False, highest=highest, words=words)
+        link = SimpleNamespace(sitting=False, start_max_round=highest, read_maxima=words)
         return link
 
 
@@ -97,20 +97,20 @@ class Training:
     def _gate(self) -> None:
         job, began = self.job, self.time.now
         for controller in self.controllers:
-            controller.gate()
+            controller.record_gate_reached()
         if job is not None and job.version == self.version:
             self.time.now = max(self.time.now, job.taken_at + self.left_s)
             for controller in self.controllers:
-                controller.held(self.time.now - began)
-        if job is not None and not job.late and self.controllers[0].due(job.version):
+                controller.record_copy_wait(self.time.now - began)
+        if job is not None and not job.late and self.controllers[0].is_due(job.version):
             for controller in self.controllers:
-                controller.awaits()
+                controller.begin_seal_wait()
             patience_s = max(controller.patience_s for controller in self.controllers)
             self.time.now = max(self.time.now, min(self.seals_at, self.time.now + patience_s))
             job.late = self.time.now < self.seals_at
             self.late += job.late
         for controller in self.controllers:
-            controller.waited(self.time.now - began)
+            controller.record_wait(self.time.now - began)
         self.waited_s += self.time.now - began
 
     def _step(self) -> None:
@@ -126,7 +126,7 @@ class Training:
             )
             self.seals_at = self.time.now + max(self.sealed_s)
             for controller in self.controllers:
-                controller.captured(self.time.now, None, self.job)
+                controller.record_capture(self.time.now, None, self.job)
 
     def _saves(self, controller: IntervalController, *, under_way: bool) -> bool:
         controller.step(self.version, under_way)
@@ -164,7 +164,7 @@ def test_no_agent_uses_more_processors_than_it_may(time: Time, cpu: list[tuple[f
         f"takes {used_s:.2g} core-seconds of an agent that may use {cores:.2g} cores, in iterations of 0.1 s" in line
     )
     assert line.endswith("saving one version in 8; a failure repeats at most 8 steps")
-    reasons = [controller.state().reason for controller in training.controllers]
+    reasons = [controller.build_state().reason for controller in training.controllers]
     assert reasons.pop(cpu.index(max(cpu))).endswith(
         "fewer bytes a rank, or a higher agent_cores in the site's settings"
     )
@@ -309,10 +309,10 @@ class Sending:
         self._link = SimpleNamespace(
             sitting=False,
             over_at=0.0,
-            everyone=lambda blob, size: self._begin([blob]),
-            highest=self._begin,
-            blobs=self._end,
-            words=self._end,
+            start_gather_round=lambda blob, size: self._begin([blob]),
+            start_max_round=self._begin,
+            read_blobs=self._end,
+            read_maxima=self._end,
         )
         self.controller = IntervalController(
             Traffic(),
@@ -339,14 +339,14 @@ class Sending:
         """The next step(), whose version is saved."""
         self.time.now += 0.5
         self.version += 1
-        self.controller.gate()
-        self.controller.waited(0.0)
+        self.controller.record_gate_reached()
+        self.controller.record_wait(0.0)
         self.controller.step(self.version, under_way)
         assert not self.controller.problem and self.controller.saves(self.version)
         self.job: Any = SimpleNamespace(
             version=self.version, taken_at=self.time.now, saved=True, copied_at=0.0, arrived_at=0.0
         )
-        self.controller.captured(self.time.now, None, self.job)
+        self.controller.record_capture(self.time.now, None, self.job)
 
     def seal(self) -> None:
         """The newest version is sealed."""
@@ -363,7 +363,7 @@ def test_nothing_waits_for_the_optimizer_before_a_version_is_sealed(time: Time) 
         training.seal()
         for number in range(5):
             training.step()
-            assert training.controller.state().stage == "profile"
+            assert training.controller.build_state().stage == "profile"
             assert training.pacer.deferred
             assert training.controller._planner.clean == number
             training.seal()

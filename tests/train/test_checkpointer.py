@@ -299,7 +299,7 @@ def test_the_wait_for_a_copy_is_part_of_the_wait_for_its_seal(job: FakeJob, monk
         held, controller = ckpt._gate.job, ckpt._engine.controller
         assert held.left.wait(10) and controller is not None
         held.left.clear()  # as if the copy took 0.3 s longer
-        monkeypatch.setattr(controller, "due", lambda version: True)
+        monkeypatch.setattr(controller, "is_due", lambda version: True)
         monkeypatch.setattr(type(controller), "patience_s", 5.0)
         monkeypatch.setattr(ckpt._session.gate, "wait", lambda *bounds: not bounds_s.append(bounds[3]))
         threading.Timer(0.3, held.left.set).start()

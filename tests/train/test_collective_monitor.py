@@ -17,7 +17,9 @@ from .launch import Run
 pytestmark = pytest.mark.slow
 
 ITERATIONS = 4
-GROUP = SimpleNamespace(backend=lambda device: "gloo", on_network=True, size=2, weights=GroupWeights([], 0, None))
+GROUP = SimpleNamespace(
+    find_backend=lambda device: "gloo", on_network=True, size=2, weights=GroupWeights([], 0, None)
+)
 
 Found = list[dict[str, Any]]
 
@@ -208,32 +210,34 @@ def test_what_is_counted_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     class Entering:
         """A flight to which the operation is being told."""
 
-        def launched(self, *what: Any) -> None:
-            seen.append((watch.launched, watch.in_flight()))
+        def record_launch(self, *what: Any) -> None:
+            seen.append((watch.launched, watch.count_in_flight()))
 
-        def waiting(self) -> int:
+        def count_waiting(self) -> int:
             return 0
 
-        def now(self) -> int:
+        def count_operations(self) -> int:
             return 0
 
     monkeypatch.setattr(watch, "_flight", Entering())
-    monkeypatch.setattr(watch, "_group", lambda boxed: GROUP)
-    watch._after(Signature("allreduce_", 0, (), None), (None,), None, 0.0)
+    monkeypatch.setattr(watch, "_find_group", lambda boxed: GROUP)
+    watch._on_launched(Signature("allreduce_", 0, (), None), (None,), None, 0.0)
     assert seen == [(1, 1)]
-    assert (watch.launched, watch.in_flight(), watch.problem) == (1, 0, "")
+    assert (watch.launched, watch.count_in_flight(), watch.problem) == (1, 0, "")
 
 
 def test_who_waits_for_a_span_hears_of_the_launch_and_not_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """While times are taken, a launch may go on until the operation is over; then the next ones follow at once."""
     watch = CollectiveMonitor(lambda ranks: True)
     told: list[bool] = []
-    flight = SimpleNamespace(launched=lambda *what: told.append(watch._reached.is_set()), waiting=lambda: 0)
+    flight = SimpleNamespace(
+        record_launch=lambda *what: told.append(watch._reached.is_set()), count_waiting=lambda: 0
+    )
     monkeypatch.setattr(watch, "_flight", flight)
-    monkeypatch.setattr(watch, "_group", lambda boxed: GROUP)
+    monkeypatch.setattr(watch, "_find_group", lambda boxed: GROUP)
     watch._wanted = 2
     for _ in range(2):
-        watch._after(Signature("allreduce_", 0, (), None), (None,), None, 0.0)
+        watch._on_launched(Signature("allreduce_", 0, (), None), (None,), None, 0.0)
     assert told == [False, True]
     assert watch.problem == ""
 
@@ -251,7 +255,11 @@ def test_looks_for_a_span_go_by_what_was_launched_last(
         return False
 
     flight = SimpleNamespace(
-        now=lambda: 0, newest_busy=lambda: len(waits) < 3, waiting=lambda: 0, due_s=0.0, ended_s=0.0
+        count_operations=lambda: 0,
+        is_newest_busy=lambda: len(waits) < 3,
+        count_waiting=lambda: 0,
+        due_s=0.0,
+        ended_s=0.0,
     )
     monkeypatch.setattr(watch, "_flight", flight)
     monkeypatch.setattr(watch._reached, "wait", wait)

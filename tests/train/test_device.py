@@ -18,11 +18,11 @@ from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.device.progress import Front
 from gemini_hpc.train.schedule import collective_monitor as watch_module
 from gemini_hpc.train.schedule import trace as iteration_module
-from gemini_hpc.train.schedule.chunk_schedule import Route, common
+from gemini_hpc.train.schedule.chunk_schedule import Route, find_common_windows
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.dispatch_hooks import Signature
 from gemini_hpc.train.schedule.launch_count import GroupWeights
-from gemini_hpc.train.schedule.overhead_monitor import without_wait
+from gemini_hpc.train.schedule.overhead_monitor import subtract_wait
 from gemini_hpc.train.schedule.pacer import Pacer
 
 from .timed_device import TimedDevice
@@ -32,10 +32,10 @@ B, ALPHA, CHUNK_BYTES, P, STEP_BYTES = 1e8, 1e-4, 1 << 20, 4, 1 << 18
 SHARD_BYTES = 6 << 20  # 63 ms of the link's time, in 120 ms of idle spans
 _REDUCE = Signature("allreduce_", 0, (1,), None)
 _GROUP = SimpleNamespace(
-    backend=lambda device: "nccl",
+    find_backend=lambda device: "nccl",
     on_network=True,
     size=2,
-    kind=lambda name, size_bytes: hash((name, size_bytes)),
+    derive_kind=lambda name, size_bytes: hash((name, size_bytes)),
     weights=GroupWeights([], 0, None),
 )
 
@@ -60,27 +60,27 @@ class Training:
         trace = self.watch.mark()
         if trace is not None:
             assert self.watch.held_s is not None
-            self.traces.append(without_wait(trace, self.watch.held_s))
+            self.traces.append(subtract_wait(trace, self.watch.held_s))
         self.version += 1
-        self.pacer.iteration(self.version)
+        self.pacer.begin_iteration(self.version)
         self.begun[self.version] = self.device.here()
         for _ in range(COLLECTIVES):
             self.device.compute(COMPUTE_S)
             args = (None, self._tensor)
-            begun = self.watch._before(_REDUCE, args)
+            begun = self.watch._on_launching(_REDUCE, args)
             self.device.collective(COLLECTIVE_S)
-            self.watch._after(_REDUCE, args, None, begun)
+            self.watch._on_launched(_REDUCE, args, None, begun)
             self.device.join()
             self.launched_at.append(self.device.now)
-        self.watch.gate()
+        self.watch.record_gate_reached()
         self.waits = True
-        self.pacer.wait_for()
+        self.pacer.record_wait()
 
     def pass_gate(self) -> None:
         """The version is sealed."""
         self.waits = False
-        self.watch.passed()
-        self.pacer.gate()
+        self.watch.record_gate_passed()
+        self.pacer.record_gate_passed()
         self.device.compute(OPTIMIZER_S)
         self.step()
 
@@ -90,13 +90,13 @@ class Training:
         device.until(self.begun[version].query)  # the copy into the own slot
         pacer.begin_version(version)
         if self.waits:
-            pacer.wait_for()
+            pacer.record_wait()
         link = self.link
         link.begin(SHARD_BYTES)
         pacer.deliver(0, SHARD_BYTES, link)
         arrives_at = link.all_arrives_at()
         device.until(lambda: device.now >= arrives_at)
-        pacer.delivered(0)
+        pacer.record_delivery(0)
         self.spilled_bytes += pacer.spilled_bytes
         device.at(device.now, self.pass_gate)
 
@@ -127,7 +127,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     watch = CollectiveMonitor(lambda ranks: True, device=lambda: device)
     watch.start()
     assert not watch.problem
-    monkeypatch.setattr(watch, "_group", lambda boxed: _GROUP)
+    monkeypatch.setattr(watch, "_find_group", lambda boxed: _GROUP)
     monkeypatch.setattr(watch._reached, "wait", device.wait)
     pacer = Pacer(CHUNK_BYTES, P, clock=device.clock)
     monkeypatch.setattr(pacer._hurry, "wait", device.wait)
@@ -143,10 +143,10 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
 def follow(training: Training) -> Profile:
     """Plan on what has been recorded."""
     profile = training.profile()
-    windows = common(profile, [(profile, 0.0)])
+    windows = find_common_windows(profile, [(profile, 0.0)])
     route = Route(profile, windows, SHARD_BYTES, 2, CHUNK_BYTES * P, P, B, ALPHA, 0.95)
     assert route.plan(1).fits
-    training.pacer.timetable, training.pacer.deferred = route.timetable(1), False
+    training.pacer.timetable, training.pacer.deferred = route.build_timetable(1), False
     return profile
 
 
@@ -201,7 +201,7 @@ def test_who_waits_is_patient_until_the_device_has_come(training: Training) -> N
     training.run(2)
     training.pacer.deferred = True
     training.pacer.begin_version(training.version)
-    training.pacer.wait_for()
+    training.pacer.record_wait()
     training.device.wait(0.1)
     assert training.pacer.arrived_at == training.pacer.progress_at == training.device.now
     training.device.wait(0.1)
@@ -257,12 +257,12 @@ def test_what_is_gathered_in_a_bracket_is_taken_to_need_the_time_of_its_bytes(tr
     training.pass_gate()
     device.wait(2.0)
     device.grouped, watch.bytes_per_s = True, 1e4
-    begun = watch._before(_REDUCE, (None, training._tensor))
-    watch._after(_REDUCE, (None, training._tensor), None, begun)
+    begun = watch._on_launching(_REDUCE, (None, training._tensor))
+    watch._on_launched(_REDUCE, (None, training._tensor), None, begun)
     flying = []
     for _ in range(4):  # 1000 bytes in 0.1 s
         device.wait(0.04)
-        flying.append(watch.in_flight())
+        flying.append(watch.count_in_flight())
     assert flying == [1, 1, 1, 0]
 
 

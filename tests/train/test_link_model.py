@@ -11,8 +11,8 @@ MB = 1 << 20
 
 
 def send(meter: LinkMeter, megabytes: int, rate: float, *, beside: bool = False) -> None:
-    meter.sent(10.0, beside=beside)
-    meter.landed(megabytes * MB, 10.0 + megabytes * MB / rate)
+    meter.record_send(10.0, beside=beside)
+    meter.record_ack(megabytes * MB, 10.0 + megabytes * MB / rate)
 
 
 def test_what_went_beside_the_training_does_not_count_however_much_it_was() -> None:
@@ -38,10 +38,10 @@ def test_a_period_is_beside_the_training_if_one_of_its_chunks_is() -> None:
     meter = LinkMeter()
     for _ in range(2):
         send(meter, 2, 1e8)
-        meter.sent(20.0)
-        meter.sent(20.1, beside=True)
-        meter.landed(MB, 20.5)
-        meter.landed(MB, 21.0)
+        meter.record_send(20.0)
+        meter.record_send(20.1, beside=True)
+        meter.record_ack(MB, 20.5)
+        meter.record_ack(MB, 21.0)
     assert pytest.approx(1e8) == meter.B
 
 
@@ -70,10 +70,10 @@ class Busy:
 
     launched = 1
 
-    def in_flight(self) -> int:
+    def count_in_flight(self) -> int:
         return 1
 
-    def quiet_since(self) -> float:
+    def find_quiet_start(self) -> float:
         return 0.0
 
     def wait_span(self, after: int, timeout_s: float) -> bool:
@@ -92,6 +92,6 @@ def test_the_pacer_knows_what_goes_beside_the_training(how: str) -> None:
     else:
         pacer.traffic = Busy()
     for _ in range(4):
-        pacer.sent(10.0)
-        pacer.meter.landed(64 * MB, 20.0)
+        pacer.record_send(10.0)
+        pacer.meter.record_ack(64 * MB, 20.0)
     assert pytest.approx(1e8) == pacer.meter.B

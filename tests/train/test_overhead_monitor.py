@@ -32,7 +32,7 @@ def iterations(
 ) -> int:
     """Number of iterations until one is a reason; -1: none is."""
     for number in range(1, most):
-        if seen.iteration(length_s, waited_s, launched, 1, saved=True):
+        if seen.judge_iteration(length_s, waited_s, launched, 1, saved=True):
             return number
     return -1
 
@@ -72,7 +72,7 @@ def test_but_not_where_j_is_forced(seen: OverheadMonitor) -> None:
 def test_one_long_iteration_has_lost_nothing(seen: OverheadMonitor) -> None:
     """An evaluation, a checkpoint of the user's own."""
     for number in range(SETTLED - 1):
-        assert not seen.iteration((50.0 if number % 9 == 5 else 1.0) * USUAL_S, 0.0, len(OPS), 1, saved=True)
+        assert not seen.judge_iteration((50.0 if number % 9 == 5 else 1.0) * USUAL_S, 0.0, len(OPS), 1, saved=True)
 
 
 def test_a_profile_of_slow_seconds_is_made_anew(seen: OverheadMonitor) -> None:
@@ -92,14 +92,14 @@ def test_where_profiling_makes_iterations_longer_it_is_tried_ever_less_often(see
 def test_another_frequency_does_not_turn_little_into_much(seen: OverheadMonitor) -> None:
     """Iterations of 2 % less are 20 % of one in a cycle of ten."""
     for number in range(2 * SETTLED):
-        assert not seen.iteration(0.98 * USUAL_S, 0.0, len(OPS), 10, saved=number % 10 == 9)
+        assert not seen.judge_iteration(0.98 * USUAL_S, 0.0, len(OPS), 10, saved=number % 10 == 9)
     for number in range(2 * SETTLED):
-        assert not seen.iteration(0.98 * USUAL_S, 0.0, len(OPS), 3, saved=number % 3 == 2)
+        assert not seen.judge_iteration(0.98 * USUAL_S, 0.0, len(OPS), 3, saved=number % 3 == 2)
 
 
 def test_a_profile_of_slow_seconds_is_noticed_where_only_most_iterations_are_shorter(seen: OverheadMonitor) -> None:
     for number in range(4 * SETTLED):
-        why = seen.iteration((3.0 if number % 5 == 0 else 0.9) * USUAL_S, 0.0, len(OPS), 1, saved=True)
+        why = seen.judge_iteration((3.0 if number % 5 == 0 else 0.9) * USUAL_S, 0.0, len(OPS), 1, saved=True)
         if why:
             break
     assert "less than in the profile" in why
@@ -122,7 +122,7 @@ def test_chunks_that_are_on_their_way_together_count_once() -> None:
     at = 100.0
     times = [(-0.3, -0.1), (-0.1, 0.1), (0.0, 0.1), (0.05, 0.15), (0.15, 0.25), (0.65, 0.8), (0.95, 1.2), (1.1, 1.2)]
     chunks = tuple(Sent(1, 0, 1, at + sent, at + acked, False) for sent, acked in times)
-    number, busy_s, beside_s = Pictured(1, Trace(at, USUAL_S, 0.9, OPS), chunks, (), 0.0).overlap()
+    number, busy_s, beside_s = Pictured(1, Trace(at, USUAL_S, 0.9, OPS), chunks, (), 0.0).measure_overlap()
     assert number == 6
     assert busy_s == pytest.approx(0.25 + 0.15 + 0.05)
     assert beside_s == pytest.approx(0.05 + 0.05)

@@ -40,20 +40,20 @@ class Played:
         now = self._ask()
         return sum(start <= now for start, _ in self._ops)
 
-    def in_flight(self) -> int:
+    def count_in_flight(self) -> int:
         now = self._ask()
         return sum(start <= now < end for start, end in self._ops)
 
-    def place(self) -> None:
+    def find_place(self) -> None:
         return None
 
-    def quiet_since(self) -> float:
+    def find_quiet_start(self) -> float:
         return max((end for _, end in self._ops if end <= self.now), default=0.0)
 
     def wait_span(self, after: int, timeout_s: float) -> bool:
         self.waits.append(after)
         until = self.now + timeout_s
-        while self.launched < after or self.in_flight():
+        while self.launched < after or self.count_in_flight():
             self.now += 0.001
             if self.now > until:
                 return False
@@ -81,7 +81,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
         monkeypatch.setattr(made._hurry, "wait", played.wait)
         made.traffic = played
         made.timetable = Timetable((FIRST, SECOND), (chunks,), 1, 10.0, B, ALPHA)
-        made.iteration(7)
+        made.begin_iteration(7)
         made.begin_version(7)
         return made
 
@@ -90,7 +90,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 def test_a_chunk_waits_for_its_span(make: Make) -> None:
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
-    make(played, (0, SIZE)).turn(0, 0, SIZE, lambda: 0)
+    make(played, (0, SIZE)).wait_for_turn(0, 0, SIZE, lambda: 0)
     assert 0.05 <= played.now < 0.055
     assert set(played.waits) == {-1, 2}, "woken for a new iteration, and waiting for two collectives"
 
@@ -99,7 +99,7 @@ def test_what_does_not_fit_any_more_goes_in_the_next_span(make: Make) -> None:
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
     played.now = 0.0585  # 1.5 ms of the first span are left
     pacer = make(played, (0, SIZE))
-    pacer.turn(0, 0, SIZE, lambda: 0)
+    pacer.wait_for_turn(0, 0, SIZE, lambda: 0)
     assert 0.10 <= played.now < 0.105
     assert pacer.spilled_bytes == 0
 
@@ -107,7 +107,7 @@ def test_what_does_not_fit_any_more_goes_in_the_next_span(make: Make) -> None:
 def test_what_is_not_yet_acknowledged_counts(make: Make) -> None:
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
     played.now = 0.051
-    make(played, (0, SIZE)).turn(0, 0, SIZE, lambda: 10 * SIZE)
+    make(played, (0, SIZE)).wait_for_turn(0, 0, SIZE, lambda: 10 * SIZE)
     assert played.now >= 0.07, "10 chunks on their way leave no room in 9 ms"
 
 
@@ -122,14 +122,14 @@ def test_what_has_been_acknowledged_makes_room_again_in_the_same_span(make: Make
         nonlocal backlog
         played.waits.append(after)
         played.now, backlog = 0.053, 0
-        pacer.landed(0, 10 * SIZE, 0.05)
+        pacer.record_ack(0, 10 * SIZE, 0.05)
         return False
 
     played.wait_span = wait_span  # type: ignore[method-assign]
-    pacer.turn(0, 0, SIZE, lambda: backlog)
+    pacer.wait_for_turn(0, 0, SIZE, lambda: backlog)
     assert played.now == 0.053
     assert played.waits[-2:] == [3, -1], "it waits for the next span, and is woken for the acknowledgement"
-    pacer.landed(0, SIZE, 0.053)
+    pacer.record_ack(0, SIZE, 0.053)
     assert played.waits[-1] == -1 and len(played.waits) == 3, "only who waits for room is woken"
 
 
@@ -137,7 +137,7 @@ def test_an_acknowledgement_between_look_and_wait_is_not_missed(make: Make) -> N
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
     played.now = 0.051
     backlogs = iter([10 * SIZE, 0, 0])
-    make(played, (0, SIZE)).turn(0, 0, SIZE, lambda: next(backlogs))
+    make(played, (0, SIZE)).wait_for_turn(0, 0, SIZE, lambda: next(backlogs))
     assert played.now == 0.051
 
 
@@ -146,7 +146,7 @@ def test_a_collective_that_begins_between_two_questions_is_seen(make: Make, at: 
     """Each question takes 1 ms, in which the next collective is launched: the span behind it has not begun."""
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.053, 0.10)], asking_s=0.001)
     played.now = at
-    make(played, (1, SIZE)).turn(0, 0, SIZE, lambda: 0)
+    make(played, (1, SIZE)).wait_for_turn(0, 0, SIZE, lambda: 0)
     assert played.now >= 0.10
 
 
@@ -213,7 +213,7 @@ def test_a_collective_ends_a_grant(deliver: Deliver) -> None:
     assert max(arrives for sent, arrives, _ in link.chunks if sent < 0.1) < 0.0536
     assert played.now >= 0.10 and pacer.spilled_bytes == 0
     played.now = link.all_arrives_at()
-    pacer.delivered(0)
+    pacer.record_delivery(0)
     assert len(pacer.journal) == 2 and sum(sent.size for sent in pacer.journal) == 8 * SIZE
 
 
@@ -276,11 +276,11 @@ def test_without_pipelining_a_chunk_is_granted_when_the_one_before_has_arrived(m
 def test_the_own_copy_waits_for_a_span_that_holds_it(make: Make) -> None:
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
     pacer = make(played, (0, SIZE))
-    pacer.lull(7, 0.008, lambda: False)
+    pacer.wait_for_lull(7, 0.008, lambda: False)
     assert 0.05 <= played.now < 0.055
     for seconds, version, wanted in ((0.011, 7, False), (0.008, 6, False), (0.008, 7, True)):
         played.now = 0.0
-        pacer.lull(version, seconds, lambda wanted=wanted: wanted)
+        pacer.wait_for_lull(version, seconds, lambda wanted=wanted: wanted)
         assert played.now == 0.0, "too long for any span, another iteration's, or waited for"
 
 
@@ -288,7 +288,7 @@ def test_the_own_copy_waits_until_its_window_begins(make: Make) -> None:
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
     pacer = make(played, (0, SIZE))
     pacer.timetable = Timetable((FIRST._replace(delay_s=0.004), SECOND), ((),), 1, 10.0, B, ALPHA)
-    pacer.lull(7, 0.008, lambda: False)
+    pacer.wait_for_lull(7, 0.008, lambda: False)
     assert 0.054 <= played.now < 0.055
 
 
@@ -296,7 +296,7 @@ def test_the_own_copy_does_not_take_the_time_that_chunks_need(make: Make) -> Non
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
     pacer = make(played, (0, 10 * SIZE), (1, 9 * SIZE))  # 19 of 20 ms
     pacer.timetable = Timetable((FIRST._replace(length_s=0.005), SECOND), pacer.timetable.chunks, 1, 10.0, B, ALPHA)
-    pacer.lull(7, 0.008, lambda: False)
+    pacer.wait_for_lull(7, 0.008, lambda: False)
     assert played.now == 0.0
 
 
@@ -304,14 +304,14 @@ def test_what_is_due_goes_at_once_and_is_counted(make: Make) -> None:
     played = Played([(0.0, 1.0)])
     pacer = make(played, (0, SIZE))
     pacer.hurry()
-    pacer.turn(0, 0, SIZE, lambda: 0)
+    pacer.wait_for_turn(0, 0, SIZE, lambda: 0)
     assert (played.now, pacer.spilled_bytes) == (0.0, SIZE)
 
 
 def test_a_training_that_pauses_does_not_hold_it_back_for_ever(make: Make) -> None:
     played = Played([(0.0, 0.01)])
     pacer = make(played, (0, SIZE))
-    pacer.turn(0, 0, SIZE, lambda: 0)
+    pacer.wait_for_turn(0, 0, SIZE, lambda: 0)
     assert 10.0 <= played.now < 10.1, "after the usual time of an iteration and one more"
 
 
@@ -319,19 +319,19 @@ def test_what_has_no_place_in_the_plan_goes_where_there_is_room_nevertheless(mak
     """The plan was made for a slower link: the rest need not wait until it is due."""
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
     pacer = make(played, (0, SIZE), (2, SIZE))
-    pacer.turn(0, 0, SIZE, lambda: 0)
-    pacer.turn(0, SIZE, SIZE, lambda: SIZE)
+    pacer.wait_for_turn(0, 0, SIZE, lambda: 0)
+    pacer.wait_for_turn(0, SIZE, SIZE, lambda: SIZE)
     assert played.now < 0.07
-    pacer.turn(0, 2 * SIZE, SIZE, lambda: 9 * SIZE if played.now < 0.07 else 0)  # behind all that is planned
+    pacer.wait_for_turn(0, 2 * SIZE, SIZE, lambda: 9 * SIZE if played.now < 0.07 else 0)  # behind all that is planned
     assert 0.10 <= played.now < 0.11
     assert pacer.spilled_bytes == 0
 
 
 def test_nor_does_a_second_replica_whose_chunks_have_none() -> None:
     table = Timetable((FIRST, SECOND), (((0, SIZE), (1, SIZE)), ((2, SIZE),)), 1, 10.0, B, ALPHA)
-    assert [table.planned(0, at) for at in (0, SIZE, 2 * SIZE)] == [0, 1, 1]
-    assert [table.planned(1, at) for at in (0, SIZE)] == [1, 1]
-    assert table.planned(2, 0) == 2, "nothing is planned for a third one"
+    assert [table.find_planned_window(0, at) for at in (0, SIZE, 2 * SIZE)] == [0, 1, 1]
+    assert [table.find_planned_window(1, at) for at in (0, SIZE)] == [1, 1]
+    assert table.find_planned_window(2, 0) == 2, "nothing is planned for a third one"
 
 
 def _profiled(make: Make, played: Played, *steps: float) -> Pacer:
@@ -340,7 +340,7 @@ def _profiled(make: Make, played: Played, *steps: float) -> Pacer:
     pacer.timetable, pacer.deferred = None, True
     for version, at in enumerate(steps, 8):
         played.now = at
-        pacer.iteration(version)
+        pacer.begin_iteration(version)
     pacer.begin_version(8 + len(steps))
     return pacer
 
@@ -357,15 +357,15 @@ def test_a_training_that_pauses_while_it_is_profiled_has_its_version_sent(
     last = steps[-1] if steps else 0.0
     played = Played([(last - 0.1, last), (last + 0.1, last + 0.3)])
     pacer = _profiled(make, played, *steps)
-    pacer.turn(0, PROBE_BYTES, SIZE, lambda: 0)
+    pacer.wait_for_turn(0, PROBE_BYTES, SIZE, lambda: 0)
     assert last + 0.3 + after_s < played.now < last + 0.3 + after_s + 0.1
     assert pacer.strayed and not pacer.spilled_bytes
-    pacer.iteration(20)
+    pacer.begin_iteration(20)
     assert not pacer.strayed, "the next iteration is as good for the profile as any"
 
 
 def test_traffic_ends_such_a_pause(make: Make) -> None:
     played = Played([(1.0, 3.0), (3.5, 3.6)])
     pacer = _profiled(make, played, 0.4, 0.8)
-    pacer.turn(0, PROBE_BYTES, SIZE, lambda: 0)
+    pacer.wait_for_turn(0, PROBE_BYTES, SIZE, lambda: 0)
     assert 4.6 < played.now < 4.7

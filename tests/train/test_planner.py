@@ -9,7 +9,7 @@ import pytest
 
 from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Op, Profile, Trace
-from gemini_hpc.train.schedule.chunk_schedule import PAUSE_S, REACTION_S, Route, settled
+from gemini_hpc.train.schedule.chunk_schedule import PAUSE_S, REACTION_S, Route, cut_beginnings
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.planner import Planner
 from gemini_hpc.train.schedule.stats_reporter import CachedProfile
@@ -33,8 +33,8 @@ def planned(
 ) -> tuple[Route, tuple[int, int]]:
     """What a planner that has remembered this profile plans for, and the j and s that it wants."""
     planner = remembering(TRAFFIC, shard_bytes, B, on_host=on_host, every=every, idle_s=idle_s)
-    wanted = planner.want(1, fresh=True)
-    found = planner.route("gemini")
+    wanted = planner.choose_interval(1, fresh=True)
+    found = planner.build_route("gemini")
     assert found is not None
     return found, wanted
 
@@ -46,7 +46,7 @@ def remembering(
     traffic = replace(traffic, every=every)
     kept = CachedProfile(profile(idle_s), [(profile(idle_s), 0.0)], B, ALPHA)
     planner = Planner(traffic, 0, (1,), shard_bytes, LinkMeter(), kept, **more)
-    assert planner.remember([planner.kept(), planner.kept()])
+    assert planner.remember([planner.encode_kept(), planner.encode_kept()])
     return planner
 
 
@@ -73,10 +73,10 @@ def test_not_where_it_would_cost_protection_or_a_wait(used: float, every: int) -
 
 def test_short_spans_keep_most_of_their_length_and_late_ones_begin_as_late() -> None:
     short, late = spans.Window(0, 1, True, 0.0, 0.008), spans.Window(1, 2, True, 0.003, 0.1)
-    one, other = settled([short, late], 1 / 8)
+    one, other = cut_beginnings([short, late], 1 / 8)
     assert (one.delay_s, one.length_s) == (0.001, 0.007)
     assert (other.delay_s, other.length_s) == (PAUSE_S, pytest.approx(0.1 - (PAUSE_S - 0.003)))
-    assert settled([late._replace(delay_s=0.01)], 1 / 4) == (late._replace(delay_s=0.01),)
+    assert cut_beginnings([late._replace(delay_s=0.01)], 1 / 4) == (late._replace(delay_s=0.01),)
 
 
 @pytest.mark.parametrize(("used", "share"), [(0.08, 1 / 4), (0.1, 1 / 5), (0.105, 1 / 6), (0.11, 1 / 8), (0.12, 0.0)])
@@ -155,8 +155,8 @@ def test_mu_is_the_share_of_a_span_that_is_planned_with() -> None:
     fitting = {}
     for mu in (0.5, 1.0):
         planner = remembering(replace(TRAFFIC, mu=mu), int(B), B, every=1)
-        planner.want(1, fresh=True)
-        found = planner.route("gemini")
+        planner.choose_interval(1, fresh=True)
+        found = planner.build_route("gemini")
         assert found is not None and found.mu == mu
         fitting[mu] = found.plan(1).fitting_bytes
     assert fitting[0.5] == pytest.approx(0.5 * fitting[1.0], rel=0.02)

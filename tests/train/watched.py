@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
-from gemini_hpc.train.schedule.dispatch_hooks import operators
+from gemini_hpc.train.schedule.dispatch_hooks import list_operators
 
 from .moment_trainings import honest, moments
 from .watched_calls import mistakes, operations
@@ -68,9 +68,11 @@ def hooked() -> dict[str, Any]:
     second.stop()
     dist.all_reduce(t)
     after_second_stopped = watch.launched
-    kernels = [torch._C._dispatch_has_kernel_for_dispatch_key(name, "BackendSelect") for name, _, _ in operators()]
+    kernels = [
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, "BackendSelect") for name, _, _ in list_operators()
+    ]
     watch.stop()
-    gone = [torch._C._dispatch_has_kernel_for_dispatch_key(name, "BackendSelect") for name, _, _ in operators()]
+    gone = [torch._C._dispatch_has_kernel_for_dispatch_key(name, "BackendSelect") for name, _, _ in list_operators()]
     dist.all_reduce(t)
     return {
         "numbers": sorted(numbers),
@@ -94,9 +96,9 @@ def broken() -> dict[str, Any]:
         watch = CollectiveMonitor(fail if at == "on_network" else everywhere)
         watch.start()
         if at == "group":
-            watch._group = fail
+            watch._find_group = fail
         if at == "flight":
-            watch._flight.launched = fail
+            watch._flight.record_launch = fail
         watch.recording = True
         watch.mark()
         t = torch.ones(2)
@@ -125,11 +127,11 @@ def spans() -> dict[str, Any]:
     time.sleep(0.2)
     before = watch.launched
     receive = dist.irecv(big, 1) if rank == 0 else None
-    posted, waiting = watch.in_flight(), watch.launched - before
+    posted, waiting = watch.count_in_flight(), watch.launched - before
     if rank == 1:
         time.sleep(0.4)
         dist.send(big, 0)
-        sending = watch.in_flight()
+        sending = watch.count_in_flight()
     else:
         receive.wait()
         sending = 0
@@ -139,7 +141,7 @@ def spans() -> dict[str, Any]:
     if rank == 0:
         work.wait()
     work.wait()
-    watch.gate()
+    watch.record_gate_reached()
     time.sleep(0.1)
     traces = [watch.mark()]
     watch.mark()
@@ -147,7 +149,7 @@ def spans() -> dict[str, Any]:
     if rank == 1:
         time.sleep(0.5)
     work = dist.all_reduce(small, async_op=True)
-    waits = [watch.in_flight() > 0, watch.wait_span(0, 0.1), watch.wait_span(0, 30.0), watch.in_flight()]
+    waits = [watch.count_in_flight() > 0, watch.wait_span(0, 0.1), watch.wait_span(0, 30.0), watch.count_in_flight()]
     work.wait()
     # receives that wait come yet until something is launched behind them; times are not taken now
     watch.recording = False
@@ -234,7 +236,7 @@ def leaving() -> dict[str, Any]:
         dist.send(u, 0)
     else:
         KEPT.extend((dist.all_reduce(t, async_op=True), dist.irecv(u, 1)))
-    return {"problem": watch.problem, "in_flight": watch.in_flight()}
+    return {"problem": watch.problem, "in_flight": watch.count_in_flight()}
 
 
 KEPT: list[Any] = []
@@ -253,7 +255,7 @@ def forking() -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         with suppress(BaseException):
-            watch._after(operators()[0][2], (), None, 0.0)
+            watch._on_launched(list_operators()[0][2], (), None, 0.0)
             watch.stop()
             os._exit(3 if watch.problem else 0)
         os._exit(4)

@@ -61,7 +61,7 @@ class Training:
             for _ in range(ITERATIONS):
                 step(model)
                 if watched:
-                    self.watch.gate()
+                    self.watch.record_gate_reached()
                 optimizer.step()
                 optimizer.zero_grad()
                 if watched:

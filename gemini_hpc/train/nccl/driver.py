@@ -261,7 +261,7 @@ class Driver:
         if not self.problem:
             self._exchange.launched(group, work if backend == self._joined.platform.backend else None)
 
-    def gate(self) -> None:
+    def prepare_for_gate(self) -> None:
         """Prepare for the first optimizer step of an iteration."""
         self._guarded(self._exchange.gate)
 
@@ -328,7 +328,7 @@ class Driver:
                 for at in range(0, size, traffic.device_chunk_bytes)
             )
 
-    def words(self) -> list[int]:
+    def list_words(self) -> list[int]:
         """Return this rank's numbers for the round at this version."""
         return [] if self.ended else [1 if self.problem else 0, *pack(self._exchange.log.word())]
 
@@ -347,7 +347,7 @@ class Driver:
             self._met = True
             self.desk.meet(self._stepped + 1)
 
-    def left(self) -> bool:
+    def has_just_left(self) -> bool:
         """Return True once, when all ranks have left NCCL."""
         leaves, self._leaves = self._leaves, False
         return leaves
@@ -400,16 +400,16 @@ class Driver:
 
     def measured(self, size: int, seconds: float) -> None:
         """Add the duration of a message to the link's meter."""
-        self.meter.sent(0.0)
-        self.meter.landed(size, seconds)
+        self.meter.record_send(0.0)
+        self.meter.record_ack(size, seconds)
 
     def sent(self, version: int, whole: bool) -> None:
         """Record progress: all of this rank's bytes of a version have left."""
-        self._pacer.moved()
+        self._pacer.record_progress()
 
     def landed(self, version: int, rank: int) -> None:
         """Record that all bytes of a rank's shard are in the slot."""
-        self._pacer.moved()
+        self._pacer.record_progress()
         self.desk.landed(version, rank)
 
     def failed(self, version: int, drained: bool) -> None:

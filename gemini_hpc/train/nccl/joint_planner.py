@@ -66,14 +66,14 @@ class JointPlanner(Planner):
 
     # ---- exchange between ranks ------------------------------------------------------------------------
 
-    def kept(self) -> bytes:
+    def encode_kept(self) -> bytes:
         """Return the encoded profile and link values of an earlier incarnation, for the other ranks."""
         kept = self._kept
-        return self._pack(super().kept(), kept.B if kept else 0.0, kept.alpha if kept else 0.0)
+        return self._pack(super().encode_kept(), kept.B if kept else 0.0, kept.alpha if kept else 0.0)
 
-    def standing(self, over_at: float) -> bytes:
+    def encode_standing(self, over_at: float) -> bytes:
         """Make the profile. Return it encoded for the other ranks, with the link values."""
-        standing, meter = super().standing(over_at), self.meter
+        standing, meter = super().encode_standing(over_at), self.meter
         names = [self._watch.names.get(op.kind, "") for _, trace in self._usual[-1:] for op in trace.ops]
         unfit = capability_check.operations(names)
         if self._watch.captured:
@@ -113,8 +113,8 @@ class JointPlanner(Planner):
             self._driver.end(unfit)
         return None
 
-    def _know(self, profiles: Sequence[Profile]) -> None:
-        super()._know(profiles)
+    def _adopt_profiles(self, profiles: Sequence[Profile]) -> None:
+        super()._adopt_profiles(profiles)
         self._profiles = tuple(profiles)
 
     def _agree(self, B: float, alpha: float) -> None:
@@ -129,11 +129,11 @@ class JointPlanner(Planner):
 
     # ---- planning --------------------------------------------------------------------------------------
 
-    def route(self, scheme: Scheme) -> Route | None:
+    def build_route(self, scheme: Scheme) -> Route | None:
         """Return the inputs of a plan; None without a profile or link values."""
         terms = self._terms
         if self._driver.ended or scheme != "gemini":
-            return super().route(scheme)
+            return super().build_route(scheme)
         if terms is None or self.profile is None:
             return None
         return Joint(
@@ -149,17 +149,17 @@ class JointPlanner(Planner):
             terms=terms,
         )
 
-    def drifted(self, planned: Route | None) -> bool:
+    def has_drifted(self, planned: Route | None) -> bool:
         """Return whether the link has changed too much for the plan; False for a program, which all ranks share.
 
         A rank whose link has changed does not plan anew alone.
         """
-        return not isinstance(planned, Joint) and super().drifted(planned)
+        return not isinstance(planned, Joint) and super().has_drifted(planned)
 
-    def keepsake(self) -> CachedProfile | None:
+    def build_keepsake(self) -> CachedProfile | None:
         """Return what the next incarnation needs; None if the plan is unknown."""
         if self._driver.ended:
-            return super().keepsake()
+            return super().build_keepsake()
         if self.profile is None or self._terms is None:
             return None
         return CachedProfile(self.profile, self._others, self._terms.B, self._terms.alpha)

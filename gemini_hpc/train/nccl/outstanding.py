@@ -34,7 +34,7 @@ class Outstanding:
         with self._changed:
             self._count += 1
             self._backlog_bytes += size
-            self._pacer.sent(now)
+            self._pacer.record_send(now)
         self._queue.put((pending, replica, size, now))
 
     def backlog(self) -> int:
@@ -83,8 +83,8 @@ class Outstanding:
                 self._count -= 1
                 self._backlog_bytes -= size
                 if broken is None:
-                    self._pacer.landed(replica, size, sent_at)
+                    self._pacer.record_ack(replica, size, sent_at)
                 else:
-                    self._pacer.meter.lost()
+                    self._pacer.meter.record_loss()
                 self._broken = self._broken or broken
                 self._changed.notify_all()

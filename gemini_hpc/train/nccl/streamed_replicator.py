@@ -142,7 +142,7 @@ class StreamedReplicator(Replicator):
                 box.finish(told)
             except LinkBroken as error:
                 self._drop(rank, error, version)
-            self._pacer.moved()
+            self._pacer.record_progress()
         return told
 
     def stop(self, timeout_s: float) -> bool:
@@ -154,7 +154,7 @@ class StreamedReplicator(Replicator):
         return self._outstanding.join(max(0.0, deadline - clock.monotonic()))
 
     def _head(self, replica: int, version: int, used: int) -> Head:
-        return super()._head(replica, version, used)._replace(sizes=self._pacer.sizes(replica, used))
+        return super()._head(replica, version, used)._replace(sizes=self._pacer.list_chunk_sizes(replica, used))
 
     def _send_all(self, version: int, slot: TensorSlot, used: int) -> str:
         """Send a version whose tensors do not go over NCCL, in chunks of announced sizes. Return its digest."""
@@ -166,7 +166,7 @@ class StreamedReplicator(Replicator):
             try:
                 for size in box.sizes:
                     outstanding.room(pacer.p)
-                    pacer.turn(replica, at, size, outstanding.backlog)
+                    pacer.wait_for_turn(replica, at, size, outstanding.backlog)
                     outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
                     at += size
                 self._count(used)
@@ -175,7 +175,7 @@ class StreamedReplicator(Replicator):
             except LinkBroken as error:
                 outstanding.land()
                 self._drop(rank, error, version)
-            pacer.moved()
+            pacer.record_progress()
         return told
 
 

@@ -207,7 +207,7 @@ class Replicator(TensorShardOwner):
         if has_outline:
             self._report_outline(job, slot_index, slot)
         if job.ready is None:  # no device: a device's copies run beside everything else
-            self._pacer.lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
+            self._pacer.wait_for_lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
         if not job.start():
             self._abort(job, slot_index)
             return self._skip(job, "the training did not wait for the slot")
@@ -286,7 +286,7 @@ class Replicator(TensorShardOwner):
         if self._gate.degraded or job.urgent:  # nobody waits, or it is urgent: send at once
             self._pacer.hurry()
         elif job.hurried:
-            self._pacer.wait_for()
+            self._pacer.record_wait()
         self.counters.copy_s += clock.monotonic() - began
         began = job.copied_at = clock.monotonic()
         told = self._spread(job.version, slot, used)
@@ -314,7 +314,7 @@ class Replicator(TensorShardOwner):
         self._last_saved = job.version
         self.counters.saved += 1
         self.counters.spilled_bytes += self._pacer.spilled_bytes
-        self._pacer.moved()
+        self._pacer.record_progress()
         return None
 
     def _begin_version(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
@@ -398,11 +398,11 @@ class Replicator(TensorShardOwner):
             try:
                 pacer.deliver(replica, total, box)
                 box.finish("")
-                pacer.delivered(replica)
+                pacer.record_delivery(replica)
                 self._count(total)
             except LinkBroken as error:
                 self._drop(rank, error, version)
-            pacer.moved()
+            pacer.record_progress()
         return ""
 
     def _count(self, sent: int) -> None:
@@ -425,7 +425,7 @@ class Replicator(TensorShardOwner):
                     self._refuse(rank, version)
             except LinkBroken as error:
                 self._drop(rank, error, version)
-            self._pacer.moved()
+            self._pacer.record_progress()
         return accepting
 
     def _head(self, replica: int, version: int, used: int) -> Head:

@@ -65,14 +65,14 @@ class AsyncCollectives:
         """Return whether a round has been started and not been read."""
         return self._work is not None
 
-    def highest(self, words: Sequence[int]) -> None:
+    def start_max_round(self, words: Sequence[int]) -> None:
         """Start a round that takes the maximum of each number over all ranks."""
         self._mine, self._all = torch.tensor(list(words), dtype=torch.int64, device="cpu"), None
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._start(lambda: self._backend.allreduce([self._mine], options))
 
-    def everyone(self, blob: bytes, room_bytes: int) -> None:
+    def start_gather_round(self, blob: bytes, room_bytes: int) -> None:
         """Start a round that gathers a blob from every rank.
 
         Args:
@@ -121,8 +121,8 @@ class AsyncCollectives:
         ended_s = self._record.end_s if self._record is not None else math.nan
         self.over_at = clock.monotonic() if math.isnan(ended_s) else ended_s
 
-    def words(self, waited_s: float = 0.0, patience_s: float | None = None) -> list[int]:
-        """Return the result of `highest`.
+    def read_maxima(self, waited_s: float = 0.0, patience_s: float | None = None) -> list[int]:
+        """Return the result of `start_max_round`.
 
         Args:
             waited_s: Seconds that the training has been held up already.
@@ -135,8 +135,8 @@ class AsyncCollectives:
         assert self._mine is not None
         return [int(n) for n in self._mine]
 
-    def blobs(self, waited_s: float = 0.0, patience_s: float | None = None) -> list[bytes]:
-        """Return the result of `everyone`, by rank.
+    def read_blobs(self, waited_s: float = 0.0, patience_s: float | None = None) -> list[bytes]:
+        """Return the blobs of `start_gather_round`, by rank.
 
         Args:
             waited_s: Seconds that the training has been held up already.

@@ -32,7 +32,7 @@ class CaptureCost(VersionCost):
         self._ended: deque[float] = deque([0.0] * behind, maxlen=behind)
         self._begun_s = 0.0
 
-    def captured(self, began: float, mark: Event | None) -> None:
+    def record_capture(self, began: float, mark: Event | None) -> None:
         """Record a capture that ends now.
 
         A device that has not reached `mark` by now had enough work, and the capture has cost it nothing.
@@ -50,12 +50,12 @@ class CaptureCost(VersionCost):
         """Return the seconds of the capture in this iteration; 0 where negligible or unknown."""
         return self._begun_s if self.seconds else 0.0
 
-    def iteration(self) -> None:
+    def begin_iteration(self) -> None:
         """End an iteration and begin another."""
         self._ended.append(self._begun_s)
         self._begun_s = 0.0
 
-    def within(self, ago: int) -> float:
+    def read_past_s(self, ago: int) -> float:
         """Return the seconds of the capture in an iteration that has ended; 0 where negligible or unknown.
 
         Args:
@@ -64,7 +64,7 @@ class CaptureCost(VersionCost):
         return self._ended[-1 - ago] if self.seconds and ago < len(self._ended) else 0.0
 
 
-def dearest(stateful: Mapping[str, Stateful], seconds: float) -> str:
+def find_dearest(stateful: Mapping[str, Stateful], seconds: float) -> str:
     """Return the name of the object that takes more than half of a capture of `seconds`; "" if none does.
 
     The measurement takes as long as a capture of these objects.

@@ -65,7 +65,7 @@ class Timetable:
             windows.append([last := number if number < len(self.windows) else last for number, _ in chunks] + [last])
         object.__setattr__(self, "_from", tuple(map(tuple, windows)))
 
-    def planned(self, replica: int, at: int) -> int:
+    def find_planned_window(self, replica: int, at: int) -> int:
         """Return the number of the window that is planned for byte `at` of a replica.
 
         Bytes without a place in the plan get the last window that is used before them. The link may be faster now
@@ -75,7 +75,7 @@ class Timetable:
             return len(self.windows)
         return self._from[replica][bisect_right(self._ends[replica], at)]
 
-    def planned_until(self, replica: int, window: int) -> int:
+    def find_planned_end(self, replica: int, window: int) -> int:
         """Return the first byte of a replica that is planned for a later window than this one.
 
         Bytes without a place in the plan have no later window.
@@ -87,7 +87,7 @@ class Timetable:
             return sys.maxsize
         return ends[count - 1] if count else 0
 
-    def lull(self, seconds: float) -> Window | None:
+    def find_lull(self, seconds: float) -> Window | None:
         """Return the first window of at least `seconds` whose time the chunks can spare; None if there is none.
 
         The windows up to its end must not be needed for the chunks. Windows after the first iteration or behind the
@@ -104,7 +104,7 @@ class Timetable:
                 break
         return None
 
-    def room(self, seconds: float, backlog_bytes: int) -> int:
+    def compute_room(self, seconds: float, backlog_bytes: int) -> int:
         """Return the size of the largest chunk that arrives within `seconds`; 0 or less if none does.
 
         Args:
@@ -124,7 +124,7 @@ PAUSE_S = 0.009
 PAUSE_SHARES = (1 / 4, 1 / 5, 1 / 6, 1 / 8)
 
 
-def settled(windows: Sequence[spans.Window], share: float) -> tuple[spans.Window, ...]:
+def cut_beginnings(windows: Sequence[spans.Window], share: float) -> tuple[spans.Window, ...]:
     """Return the windows without their beginnings, in which some ranks may still be busy with a collective.
 
     Args:
@@ -189,11 +189,11 @@ class Route:
         T = spans.timeline(self.usable, s).T
         return schedule.plan(T, self.C, self.m, self.R, self.p, self.B, self.start_s, self.mu)
 
-    def late_s(self, s: int) -> float:
+    def compute_late_s(self, s: int) -> float:
         """Return the seconds that the training waits for a version that may take s iterations."""
         return self.plan(s).late_s
 
-    def timetable(self, s: int) -> Timetable:
+    def build_timetable(self, s: int) -> Timetable:
         """Return the timetable for the sender, for versions that may take s iterations."""
         line = spans.timeline(self.windows, s)
         windows = []
@@ -209,7 +209,7 @@ class Route:
         return Timetable(tuple(windows), tuple(tuple(c) for c in chunks), s, usual_s, self.B, self.alpha)
 
 
-def common(mine: Profile, others: Sequence[tuple[Profile, float]]) -> tuple[spans.Window, ...]:
+def find_common_windows(mine: Profile, others: Sequence[tuple[Profile, float]]) -> tuple[spans.Window, ...]:
     """Return the windows in which all of these ranks are idle.
 
     Args:

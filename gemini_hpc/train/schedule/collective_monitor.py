@@ -56,7 +56,7 @@ class _Group:
         self._kinds: dict[tuple[str, int], int] = {}
         self._backends: dict[torch.device, str] = {}
 
-    def kind(self, name: str, size_bytes: int) -> int:
+    def derive_kind(self, name: str, size_bytes: int) -> int:
         """Return the kind of an operation: a hash of its name, the group's ranks and the bytes.
 
         The kind is the same in every iteration and in every run.
@@ -70,7 +70,7 @@ class _Group:
             self._names[found] = name
         return found
 
-    def backend(self, device: torch.device) -> str:
+    def find_backend(self, device: torch.device) -> str:
         found = self._backends.get(device)
         if found is None:
             group = self.ref()
@@ -155,29 +155,29 @@ class CollectiveMonitor:
         if self._flight is not None:
             return
         try:
-            self._flight = InFlight(lambda: self.bytes_per_s, self._note)
+            self._flight = InFlight(lambda: self.bytes_per_s, self._note_error)
             self._flight.hurry(self._recording)
             self._front = None
-            self._hook()
+            self._install_hooks()
         except Exception as error:
-            self._note(error)
+            self._note_error(error)
             self.stop()
 
     def rest(self) -> None:
         """Stop watching but go on counting launches. Not allowed while another thread is inside a collective."""
-        self._watch_no_more()
+        self._stop_watching()
         try:
-            self._hook()
+            self._install_hooks()
         except Exception as error:
-            self._note(error)
+            self._note_error(error)
             self.stop()
 
-    def _hook(self) -> None:
+    def _install_hooks(self) -> None:
         if self._dispatch is None:
-            self._dispatch = Dispatch(self._before, self._after)
+            self._dispatch = Dispatch(self._on_launching, self._on_launched)
             atexit.register(self.stop)
 
-    def _watch_no_more(self) -> None:
+    def _stop_watching(self) -> None:
         self._recording = False
         flight, self._flight = self._flight, None
         self._front = None
@@ -194,8 +194,8 @@ class CollectiveMonitor:
         dispatch, self._dispatch = self._dispatch, None
         if dispatch is not None:
             dispatch.remove()
-        self._watch_no_more()
-        self.count.lose()
+        self._stop_watching()
+        self.count.mark_unknown()
         atexit.unregister(self.stop)
 
     @property
@@ -223,22 +223,22 @@ class CollectiveMonitor:
         """
         if (front := self._front) is not None:  # a local, because `stop` may clear it at any moment
             return front.poll_position().launched
-        waiting = self._flight.waiting() if self._flight is not None else 0
+        waiting = self._flight.count_waiting() if self._flight is not None else 0
         return max(0, self._launched - waiting)
 
-    def in_flight(self) -> int:
+    def count_in_flight(self) -> int:
         """Return the number of operations on the network now."""
         entering = self._entering  # read first: an operation that has left this count is in the others
         front, flight = self._front, self._flight
         flying = front.poll_position().flying if front is not None else 0
-        return flying or (flight.now() or entering if flight is not None else 0)
+        return flying or (flight.count_operations() or entering if flight is not None else 0)
 
-    def place(self) -> Place | None:
+    def find_place(self) -> Place | None:
         """Return the position of the training's device; None: the training computes on the host."""
         front = self._front
         return front.poll_position() if front is not None else None
 
-    def caught_up(self) -> bool:
+    def has_caught_up(self) -> bool:
         """Return whether the training's device, if there is one, has reached the newest `mark()`."""
         front = self._front
         return front is None or front.caught_up()
@@ -255,7 +255,7 @@ class CollectiveMonitor:
         deadline = clock.monotonic() + timeout_s
         self._wanted = after
         try:
-            while (early := self.launched < after) or self._busy():
+            while (early := self.launched < after) or self._is_busy():
                 now = clock.monotonic()
                 if now >= deadline:
                     return False
@@ -304,7 +304,7 @@ class CollectiveMonitor:
         lap = front.poll_position().lap
         while (place := front.poll_position()).lap == lap:
             began_s, now = front.begun_s, clock.monotonic()
-            if place.launched >= after and not self.in_flight():
+            if place.launched >= after and not self.count_in_flight():
                 if place.launched == after:
                     if len(self._begins_s) >= _KINDS:
                         self._begins_s.clear()
@@ -318,10 +318,10 @@ class CollectiveMonitor:
                 return False
         return False
 
-    def _busy(self) -> bool:
+    def _is_busy(self) -> bool:
         """Return whether any operation is in flight; the last one alone mostly decides."""
         flight = self._flight
-        return flight is not None and (flight.newest_busy() or self.in_flight() > 0)
+        return flight is not None and (flight.is_newest_busy() or self.count_in_flight() > 0)
 
     def wake(self) -> None:
         """Interrupt `wait_span`, so that its caller checks again."""
@@ -337,7 +337,7 @@ class CollectiveMonitor:
             self._flight.track_receive(asked, record)
         return record
 
-    def quiet_since(self) -> float:
+    def find_quiet_start(self) -> float:
         """Return when the last operation ended, or the iteration began (CLOCK_MONOTONIC, seconds)."""
         front, flight = self._front, self._flight
         ended_s = flight.ended_s if flight is not None else 0.0
@@ -346,10 +346,10 @@ class CollectiveMonitor:
             return max(ended_s, front.quiet_since)
         return max(ended_s, self._iteration.started_s)
 
-    def gate(self) -> None:
+    def record_gate_reached(self) -> None:
         """Record that the optimizer is about to step (only the first call in an iteration counts)."""
         try:
-            iteration, event = self._iteration, self._event()
+            iteration, event = self._iteration, self._record_event()
             if self._front is not None and event is not None:
                 self._front.arrived(event)
             if iteration.whole and iteration.gate_s is None:
@@ -357,17 +357,17 @@ class CollectiveMonitor:
                     self._flight.sweep()
                 iteration.gate_s, iteration.gate_event = clock.monotonic(), event
         except Exception as error:
-            self._note(error)
+            self._note_error(error)
 
-    def passed(self) -> None:
+    def record_gate_passed(self) -> None:
         """Record that the wait before the optimizer's step is over."""
         try:
-            if self._front is not None and (event := self._event()) is not None:
+            if self._front is not None and (event := self._record_event()) is not None:
                 self._front.passed(event)
                 if self._iteration.whole:
                     self._iteration.passed_event = event
         except Exception as error:
-            self._note(error)
+            self._note_error(error)
 
     @property
     def on_device(self) -> bool:
@@ -391,7 +391,7 @@ class CollectiveMonitor:
         try:
             if self._flight is not None:
                 self._flight.sweep()
-            event = self._event()
+            event = self._record_event()
             with self._lock:
                 done, self._iteration = self._iteration, Iteration(self._recording, event)
                 self.launched_before, self._launched = self._launched, 0
@@ -406,26 +406,26 @@ class CollectiveMonitor:
                 self._finished.append((self._number, done, self._iteration))
             if self.captured:
                 self._finished.clear()
-            if self._finished and self._finished[0][1].known(self._finished[0][2]):
+            if self._finished and self._finished[0][1].has_all_times(self._finished[0][2]):
                 number, done, following = self._finished.popleft()
                 self.ago, self.held_s = self._number - number, done.held_s
-                return done.trace(following, self.bytes_per_s, self._front.host_s if self._front else None)
+                return done.build_trace(following, self.bytes_per_s, self._front.host_s if self._front else None)
         except Exception as error:
             self._finished.clear()
-            self._note(error)
+            self._note_error(error)
         return None
 
-    def _event(self) -> Event | None:
+    def _record_event(self) -> Event | None:
         """Return an event behind all launches so far; None where there is no device."""
         if self._device is None or self._flight is None or self._device.capturing():
             return None
         return self._device.here()
 
-    def _note(self, error: Exception) -> None:
+    def _note_error(self, error: Exception) -> None:
         self._iteration.whole = False
         self.problem = self.problem or f"{type(error).__name__}: {error}"
 
-    def _group(self, boxed: Any) -> _Group:
+    def _find_group(self, boxed: Any) -> _Group:
         group = dist.ProcessGroup.unbox(boxed)
         found = self._groups.get(id(group))
         if found is None or found.ref() is not group:
@@ -434,60 +434,60 @@ class CollectiveMonitor:
             found = self._groups[id(group)] = _Group(group, self._on_network, self.names, self._savers)
         return found
 
-    def _before(self, signature: Signature, args: tuple[Any, ...]) -> Any:
+    def _on_launching(self, signature: Signature, args: tuple[Any, ...]) -> Any:
         """Return the time of a launch: by the clock, or as an event on the current stream."""
         if self._flight is None or os.getpid() != self._pid:
             return 0.0
         try:
             if self.before_launch is not None:
-                tensor = signature.tensor(args)
+                tensor = signature.find_tensor(args)
                 if tensor is None or not tensor.is_meta:
                     self.before_launch(self._launched)
         except Exception as error:
-            self._note(error)
+            self._note_error(error)
         try:
-            if self._front is not None and (event := self._event()) is not None:
+            if self._front is not None and (event := self._record_event()) is not None:
                 return event
         except Exception as error:
-            self._note(error)
+            self._note_error(error)
         return clock.monotonic()
 
-    def _after(self, signature: Signature, args: tuple[Any, ...], result: Any, begun: Any) -> None:
+    def _on_launched(self, signature: Signature, args: tuple[Any, ...], result: Any, begun: Any) -> None:
         if os.getpid() != self._pid:  # a fork has the kernels, but neither our thread nor reliable locks
             return
         group, backend, record, work, ended = None, "", None, None, None
         try:
-            tensor = signature.tensor(args)
+            tensor = signature.find_tensor(args)
             if tensor is not None and tensor.is_meta:  # a compiler traces the program: nothing was launched
                 return
             if tensor is not None and tensor.is_cuda and (self._device or Streams()).capturing():
                 self.captured = True
                 return
-            group = self._group(args[signature.group_at])
+            group = self._find_group(args[signature.group_at])
             self.count.add(group.weights, signature, args)
             if self._flight is None:
                 return
-            backend = group.backend(tensor.device if tensor is not None else _CPU)
+            backend = group.find_backend(tensor.device if tensor is not None else _CPU)
             returned = result[-1] if isinstance(result, (tuple, list)) and result else result
             work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
             if self._recording:
-                size_bytes = signature.payload_bytes(args)
+                size_bytes = signature.count_payload_bytes(args)
                 start_s = begun if isinstance(begun, float) else clock.monotonic()
-                record = OperationRecord(group.kind(signature.name, size_bytes), size_bytes, start_s)
-            ended = self._end(group, backend, work, begun, lambda: signature.payload_bytes(args))
+                record = OperationRecord(group.derive_kind(signature.name, size_bytes), size_bytes, start_s)
+            ended = self._record_end(group, backend, work, begun, lambda: signature.count_payload_bytes(args))
         except Exception as error:
-            self._note(error)
-            self.count.lose()
+            self._note_error(error)
+            self.count.mark_unknown()
         with self._lock:
             number, self.newest = self._launched, signature.name
             self._launched, self._launched_at = number + 1, clock.monotonic()
             self._entering += 1
             if record is not None:
                 self._iteration.records.append(record)
-                self._time(record, backend, begun, ended)
+                self._record_times(record, backend, begun, ended)
             if self._front is not None and not isinstance(begun, float):
                 self._front.launched(begun, ended or begun)
-        if number + 1 >= self._wanted:  # before `InFlight.launched`, which may wait for the operation's end
+        if number + 1 >= self._wanted:  # before `InFlight.record_launch`, which may wait for the operation's end
             self._reached.set()
         try:
             if self.after_launch is not None:
@@ -501,14 +501,14 @@ class CollectiveMonitor:
                 if record is not None:
                     record.end_s = record.start_s
             elif not self._runs_it(backend):
-                flight.launched(signature, args, work, backend, record, group.size)
+                flight.record_launch(signature, args, work, backend, record, group.size)
         except Exception as error:
-            self._note(error)
+            self._note_error(error)
         finally:
             with self._lock:
                 self._entering -= 1
 
-    def _end(
+    def _record_end(
         self, group: _Group, backend: str, work: dist.Work | None, begun: Any, size: Callable[[], int]
     ) -> Event | None:
         """Return an event at the end of the operation just launched; None where there is no device.
@@ -530,7 +530,7 @@ class CollectiveMonitor:
         """Return whether operations of this backend run on the device."""
         return self._device is not None and backend == self._device.backend
 
-    def _time(self, record: OperationRecord, backend: str, begun: Any, ended: Event | None) -> None:
+    def _record_times(self, record: OperationRecord, backend: str, begun: Any, ended: Event | None) -> None:
         """Record an operation's times on the device.
 
         Iterations that began before the device was known are not used.

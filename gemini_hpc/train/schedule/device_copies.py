@@ -17,19 +17,19 @@ class DeviceCopies(Protocol):
     def problem(self) -> str:
         """Return the reason why this rank enqueues nothing any more; '' if there is none."""
 
-    def gate(self) -> None:
+    def prepare_for_gate(self) -> None:
         """Prepare for the first optimizer step after step()."""
 
     def set_route(self, route: Route | None, s: int, *, active: bool) -> None:
         """Follow `route` within s iterations from the next saved version on; None: send all before the optimizer."""
 
-    def words(self) -> list[int]:
+    def list_words(self) -> list[int]:
         """Return the numbers that this rank adds to a round."""
 
     def on_round(self, words: Sequence[int]) -> None:
         """Process the result of a round."""
 
-    def left(self) -> bool:
+    def has_just_left(self) -> bool:
         """Return True once, when all ranks have abandoned these copies."""
 
     def fail(self, reason: str) -> None:

@@ -31,11 +31,11 @@ class Signature(NamedTuple):
     async_at: int | None  # position of async_op, which is True by default
     peer_at: int | None = None  # position of the peer rank of a message
 
-    def asynchronous(self, args: tuple[Any, ...]) -> bool:
+    def is_asynchronous(self, args: tuple[Any, ...]) -> bool:
         """Return whether the call is asynchronous; otherwise the caller waits at once."""
         return self.async_at is None or len(args) <= self.async_at or bool(args[self.async_at])
 
-    def tensor(self, args: tuple[Any, ...]) -> torch.Tensor | None:
+    def find_tensor(self, args: tuple[Any, ...]) -> torch.Tensor | None:
         """Return any tensor of the operation (all are on one device), or None."""
         for at in self.tensors_at:
             found = args[at]
@@ -45,23 +45,23 @@ class Signature(NamedTuple):
                 return found  # type: ignore[no-any-return]
         return None
 
-    def payload_bytes(self, args: tuple[Any, ...]) -> int:
+    def count_payload_bytes(self, args: tuple[Any, ...]) -> int:
         """Return the larger of this rank's input and output bytes. A barrier's tensor counts as 0."""
         if "barrier" in self.name:
             return 0
         most = 0
         for at in self.tensors_at:
-            most = max(most, _bytes(args[at]))
+            most = max(most, _count_bytes(args[at]))
         return most
 
 
-def _bytes(tensors: Any) -> int:
+def _count_bytes(tensors: Any) -> int:
     """Return the bytes of a tensor, or of all tensors in nested lists."""
     if type(tensors) is not list:
         return tensors.nbytes  # type: ignore[no-any-return]
     size_bytes = 0
     for tensor in tensors:
-        size_bytes += _bytes(tensor) if type(tensor) is list else tensor.nbytes
+        size_bytes += _count_bytes(tensor) if type(tensor) is list else tensor.nbytes
     return size_bytes
 
 
@@ -113,7 +113,7 @@ class _Kernels:
         """
         with self._lock:
             if not self.looks:
-                self._put()
+                self._install_kernels()
             self.looks = (*self.looks, look)
 
     def remove(self, look: Dispatch) -> None:
@@ -124,18 +124,18 @@ class _Kernels:
                 self._library._destroy()
                 self._library = None
 
-    def _put(self) -> None:
+    def _install_kernels(self) -> None:
         library: Any = torch.library.Library  # without types
         self._library = library("c10d", "IMPL")
         try:
-            found = operators()
+            found = list_operators()
             if not found:
                 raise RuntimeError("this torch has no operator of namespace c10d that takes a process group")
             for name, _, _ in found:
                 if torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY):
                     raise Occupied(f"{name} has another {_KEY} kernel already")
             for name, op, signature in found:
-                self._library.impl(name, _kernel(op, signature), _KEY, with_keyset=True)
+                self._library.impl(name, _build_kernel(op, signature), _KEY, with_keyset=True)
         except BaseException:
             self._library._destroy()
             self._library = None
@@ -145,7 +145,7 @@ class _Kernels:
 _kernels = _Kernels()
 
 
-def operators() -> list[tuple[str, Any, Signature]]:
+def list_operators() -> list[tuple[str, Any, Signature]]:
     """Return the name, overload and signature of each c10d operator that takes a process group.
 
     torch is queried because the operators differ from version to version.
@@ -153,7 +153,7 @@ def operators() -> list[tuple[str, Any, Signature]]:
     found = []
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
-        types = [_element(argument.type) for argument in schema.arguments]
+        types = [_name_element_type(argument.type) for argument in schema.arguments]
         groups = [i for i, kind in enumerate(types) if kind.endswith(_GROUP)]
         if namespace != "c10d" or not groups:
             continue
@@ -170,18 +170,18 @@ def operators() -> list[tuple[str, Any, Signature]]:
     return found
 
 
-def _element(kind: Any) -> str:
+def _name_element_type(kind: Any) -> str:
     """Return the name of a type, or of the element type of nested lists."""
     while kind.kind() == "ListType":
         kind = kind.getElementType()
     return str(kind)
 
 
-def _kernel(op: Any, signature: Signature) -> Callable[..., Any]:
+def _build_kernel(op: Any, signature: Signature) -> Callable[..., Any]:
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     redispatch = op.redispatch
 
-    def kernel(keyset: Any, *args: Any) -> Any:
+    def run_kernel(keyset: Any, *args: Any) -> Any:
         looks = _kernels.looks
         begun = [look.before(signature, args) for look in looks]
         result = redispatch(keyset & below, *args)
@@ -189,5 +189,5 @@ def _kernel(op: Any, signature: Signature) -> Callable[..., Any]:
             look.after(signature, args, result, begin)
         return result
 
-    disabled: Callable[..., Any] = torch.compiler.disable(kernel)  # type: ignore[no-untyped-call]
+    disabled: Callable[..., Any] = torch.compiler.disable(run_kernel)  # type: ignore[no-untyped-call]
     return disabled  # Dynamo traces frames beside compiled code as well, and would warn of this one

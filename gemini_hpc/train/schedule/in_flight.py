@@ -16,7 +16,7 @@ The end of each work is found according to what the work reports:
     receive                                 complete once waited for. It may be posted long before data arrive. It
                                             uses the network for its bytes' time before its end, and does not count
                                             as in flight. While nothing was launched after it, it counts as still to
-                                            come (`waiting`), so that the bubbles of a pipeline can be used
+                                            come (`count_waiting`), so that the bubbles of a pipeline can be used
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Asked = tuple[Callable[[], bool], OperationRecord | None]
 class InFlight:
     """The works of the training from their launch to their end.
 
-    Only launching threads call `launched`. The other methods are thread-safe.
+    Only launching threads call `record_launch`. The other methods are thread-safe.
     """
 
     def __init__(self, bytes_per_s: Callable[[], float], note: Callable[[Exception], None]) -> None:
@@ -80,7 +80,7 @@ class InFlight:
             self._held, self._receives, self._last, self._estimated = [], [], [], []
         del held, receives, last
 
-    def launched(
+    def record_launch(
         self,
         signature: Signature,
         args: tuple[Any, ...],
@@ -99,7 +99,7 @@ class InFlight:
             record: Record that receives the end time; None while no times are recorded.
             ranks: Number of ranks in the group.
         """
-        asynchronous = signature.asynchronous(args)
+        asynchronous = signature.is_asynchronous(args)
         now = clock.monotonic()
         receives = signature.name.startswith("recv")
         if not receives and self._last:
@@ -122,7 +122,7 @@ class InFlight:
         elif self._is_mute(signature, work, backend) and (asynchronous or record is None):
             # gloo implements reduce_scatter as all_reduce: all bytes but this rank's own travel twice
             rounds = 1 if signature.name == "send" else 2 * (ranks - 1) / ranks
-            size_bytes = signature.payload_bytes(args) if record is None else record.bytes
+            size_bytes = signature.count_payload_bytes(args) if record is None else record.bytes
             until = now + rounds * size_bytes / self._bytes_per_s()
             if record is not None:
                 record.end_s = until
@@ -213,7 +213,7 @@ class InFlight:
                 record.end_s = now
         return left
 
-    def now(self) -> int:
+    def count_operations(self) -> int:
         """Return the number of operations in flight."""
         self.sweep()
         with self._lock:
@@ -224,7 +224,7 @@ class InFlight:
         """Return the latest estimated end of the operations whose end is estimated (CLOCK_MONOTONIC)."""
         return max(self._estimated, default=0.0)
 
-    def newest_busy(self) -> bool:
+    def is_newest_busy(self) -> bool:
         """Return True if the operation launched last is in flight; False is inconclusive."""
         try:
             return not self._held[-1][0]()
@@ -234,7 +234,7 @@ class InFlight:
             self._note(error)
             return False
 
-    def waiting(self) -> int:
+    def count_waiting(self) -> int:
         """Return the number of incomplete receives that were launched after all other operations."""
         if not self._last:
             return 0

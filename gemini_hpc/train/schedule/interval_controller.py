@@ -52,8 +52,8 @@ from gemini_hpc.train.schedule.overhead_monitor import (
     IN_A_ROW,
     OverheadMonitor,
     Pictured,
-    without_capture,
-    without_wait,
+    subtract_capture,
+    subtract_wait,
 )
 from gemini_hpc.train.schedule.pacer import Pacer, Scheme
 from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
@@ -97,7 +97,7 @@ class Agreed:
         """Return whether the version is saved."""
         return version >= self.base and (version - self.base) % self.j == 0
 
-    def free(self, version: int) -> int:
+    def find_free_version(self, version: int) -> int:
         """Return the first version, from `version` on, by which no earlier version is in transfer."""
         if version < self.base:
             return self.base
@@ -219,7 +219,7 @@ class IntervalController:
         agreed = self._agreed if self._paced else Agreed()
         return (version - agreed.base) // agreed.j % -(-iterations // agreed.j) == 0
 
-    def due(self, version: int) -> bool:
+    def is_due(self, version: int) -> bool:
         """Return whether this version must be sealed before the next optimizer step.
 
         True may come later than at the due step, if step() was called without an optimizer step.
@@ -238,35 +238,35 @@ class IntervalController:
         agreed = self._agreed if self._version >= self._agreed.base else self._former
         return agreed.j + agreed.s - 1 if self._paced else 1
 
-    def captured(self, began: float, mark: Event | None, job: CaptureJob | None = None) -> None:
+    def record_capture(self, began: float, mark: Event | None, job: CaptureJob | None = None) -> None:
         """Record that a version has been captured in this step(); see `CaptureCost`."""
-        self._cost.captured(began, mark)
+        self._cost.record_capture(began, mark)
         self._budget.spend(self._cost.seconds)
         if job is not None:
             self._latency.begin_version(job)
 
-    def moment(self) -> Moment:
+    def read_moment(self) -> Moment:
         """Return the moment of the training at this `step()`; called once in each, before anything else."""
         return self._monitor.count.read()
 
-    def gate(self) -> None:
+    def record_gate_reached(self) -> None:
         """Record that the training has reached the optimizer."""
         self._pace.note_gate(clock.monotonic() - self._begun_at)
-        self._monitor.gate()
+        self._monitor.record_gate_reached()
         if self._driver is not None:
-            self._driver.gate()
+            self._driver.prepare_for_gate()
 
-    def awaits(self) -> None:
+    def begin_seal_wait(self) -> None:
         """Record that the training begins to wait for the seal of the newest version."""
         self._waited_for = True
         self._latency.due(clock.monotonic())
 
-    def held(self, seconds: float) -> None:
+    def record_copy_wait(self, seconds: float) -> None:
         """Record the seconds that the optimizer has waited for the newest version's copy."""
         if not self._monitor.on_device:
             self._cost.held(seconds)
 
-    def waited(self, seconds: float, ours_s: float | None = None) -> None:
+    def record_wait(self, seconds: float, ours_s: float | None = None) -> None:
         """Record a finished wait at the optimizer.
 
         Args:
@@ -276,8 +276,8 @@ class IntervalController:
         if self._scheme != "blocking" and not self._monitor.on_device:  # a device's wait is known only later
             self._budget.spend(seconds if ours_s is None else ours_s)
         self._waited_s += seconds
-        self._monitor.passed()
-        self._pacer.gate()
+        self._monitor.record_gate_passed()
+        self._pacer.record_gate_passed()
 
     @property
     def patience_s(self) -> float:
@@ -289,7 +289,7 @@ class IntervalController:
         expected_s = self._plan.late_s if self._plan is not None and self._stage == "steady" else 0.0
         return min(self._budget.left_s, MOST_SAVED_S + 2 * expected_s)
 
-    def quiet_s(self, timeout_s: float) -> float:
+    def compute_quiet_s(self, timeout_s: float) -> float:
         """Return the longest seconds without progress of a healthy version, as digests and votes take time.
 
         Args:
@@ -337,7 +337,7 @@ class IntervalController:
         try:
             stage = self._stage
             self._step(version, under_way)
-            self._reporter.send_summary(self.state, now=self._stage != stage)
+            self._reporter.send_summary(self.build_state, now=self._stage != stage)
         except Exception as error:  # our own failure must not reach the training
             self._give_up(f"{type(error).__name__}: {error}")
 
@@ -345,7 +345,7 @@ class IntervalController:
         if not self.problem:
             self.problem = reason
             if self._replanning is not None:
-                self._replanning.broken(reason)
+                self._replanning.break_off(reason)
             if self._driver is not None:
                 self._driver.fail(reason)
             lost = (
@@ -370,8 +370,8 @@ class IntervalController:
         self._pace.note(length_s - waited_s - self._cost.begun_s)
         self._version = version
         self._dirties.append(self._dirty or self._pacer.strayed)
-        self._pacer.iteration(version)
-        self._cost.iteration()
+        self._pacer.begin_iteration(version)
+        self._cost.begin_iteration()
         if self._since < 0:
             self._since = self._next_word = version
         if not self._sends and self._scheme != self._wanted_scheme:
@@ -390,9 +390,9 @@ class IntervalController:
             self._give_up(str(error))
             return
         if trace is not None:
-            self._note(without_wait(trace, waited_s if held_s is None else held_s), version)
+            self._record_trace(subtract_wait(trace, waited_s if held_s is None else held_s), version)
         if self._stage == "steady" and self._scheme == "gemini":
-            self._watch_over(waited_s if device_s is None else device_s, trace, version)
+            self._judge_iteration(waited_s if device_s is None else device_s, trace, version)
         self._begun_at = clock.monotonic()
         if self._pacer.meter.known:
             self._monitor.bytes_per_s = self._pacer.meter.B
@@ -403,7 +403,7 @@ class IntervalController:
             self._scheme = self._wanted_scheme
             self._apply_stage()
         try:
-            self._ask(version)
+            self._start_due_round(version)
         except CollectivesBroken as error:
             self._give_up(str(error))
         self._dirty = under_way or (not self._pacer.deferred and self.saves(version))
@@ -413,43 +413,43 @@ class IntervalController:
         due, agreed, collectives = self._pace.is_due(version - self._since), self._agreed, self._collectives
         common = not self._sends and not self.problem
         if collectives is not None and collectives.sitting and common:
-            words = collectives.words()
+            words = collectives.read_maxima()
             j, self._because = words[0] // _RANKS, _RANKS - 1 - words[0] % _RANKS
-            self._take_pace(j, words[1], version)
+            self._adopt_pace(j, words[1], version)
         elif due and common:
             wish = self._pace.wish(agreed.j, agreed.s, self._latency.whole_s, self._version_s, self._traffic.every)
             if collectives is not None:
-                collectives.highest([wish.j * _RANKS + _RANKS - 1 - self._rank, wish.s])
+                collectives.start_max_round([wish.j * _RANKS + _RANKS - 1 - self._rank, wish.s])
             else:
-                self._take_pace(wish.j, wish.s, version)
+                self._adopt_pace(wish.j, wish.s, version)
         elif due and self._cost.seconds and not self._traffic.every:
             wish = self._pace.wish(agreed.j, agreed.s, 0.0, self._cost.whole_s, 0)
             self._report_interval(wish.j, self._pace.usual_s, in_force=wish.j == agreed.j)
 
-    def _take_pace(self, j: int, s: int, version: int) -> None:
+    def _adopt_pace(self, j: int, s: int, version: int) -> None:
         """Follow j and s from this version on, as all ranks do."""
         if (j, s) != (self._agreed.j, self._agreed.s):
-            self._change(j, s, version)
+            self._change_interval(j, s, version)
             self._history.append((self._agreed.base, j, s))
         self._stage = "steady"
         self._told.end_first_phase(self._budget)
         self._report_interval(j, self._pace.usual_s)
 
-    def _change(self, j: int, s: int, version: int) -> None:
+    def _change_interval(self, j: int, s: int, version: int) -> None:
         """Follow j and s from this version on, or from the first that has no earlier version in transfer."""
-        self._former, self._agreed = self._agreed, Agreed(j, s, self._agreed.free(version))
+        self._former, self._agreed = self._agreed, Agreed(j, s, self._agreed.find_free_version(version))
 
-    def _again(self, wanted: int, version: int) -> None:
+    def _profile_again(self, wanted: int, version: int) -> None:
         self._stage, self._wanted, self._hasty = "profile", wanted, 0
         self._waits.clear()
         self._planner.discard_iterations()
-        self._since, self._next_word = version, version + min(wanted, self._soon())
+        self._since, self._next_word = version, version + min(wanted, self._choose_profiling_interval())
         if self._agreed.s > 1 and not self._traffic.every:  # waiting for each version would exceed the ceiling
             self._hasty = self._agreed.s
-        self._change(max(1, 2 * self._hasty), max(1, self._hasty), version)
+        self._change_interval(max(1, 2 * self._hasty), max(1, self._hasty), version)
         self._apply_stage()
 
-    def _haste(self) -> int:
+    def _compute_haste(self) -> int:
         """Return the iterations that a version takes, where profiling must not wait for versions; else 0."""
         if self._traffic.every or (self._driver is not None and not self._driver.ended):
             return 0
@@ -463,47 +463,49 @@ class IntervalController:
         """Save one version in 2 * `iterations`, so that half of the profiled iterations have no traffic of ours."""
         if iterations > self._hasty:
             self._hasty = iterations
-            self._change(2 * iterations, iterations, version)
+            self._change_interval(2 * iterations, iterations, version)
             self._apply_stage()
 
-    def _soon(self) -> int:
+    def _choose_profiling_interval(self) -> int:
         """Return the number of iterations to the next round while profiling.
 
         The first rounds come soon, because replicas that differ for long mostly differ from the beginning.
         """
         return min(_COUNT_EVERY, 1 << self._compared)
 
-    def _note(self, trace: Trace, version: int) -> None:
+    def _record_trace(self, trace: Trace, version: int) -> None:
         ago = self._monitor.ago
-        clean = self._recorded(version) >= self._since and not self._dirties[-1 - ago]
+        clean = self._find_recorded_version(version) >= self._since and not self._dirties[-1 - ago]
         if self._stage == "profile" and clean and self._planned:
-            own_s = self._cost.within(ago)
+            own_s = self._cost.read_past_s(ago)
             others_s = max(0.0, self._others_s - own_s)
-            self._planner.note(self._recorded(version), without_capture(trace, own_s, others_s))
+            self._planner.record_iteration(
+                self._find_recorded_version(version), subtract_capture(trace, own_s, others_s)
+            )
 
-    def _recorded(self, version: int) -> int:
+    def _find_recorded_version(self, version: int) -> int:
         """Return the version after whose step() the recorded iteration began; -1: too long ago."""
         ago = self._monitor.ago
         return version - 1 - ago if ago < _BEHIND else -1
 
-    def _watch_over(self, waited_s: float, trace: Trace | None, version: int) -> None:
+    def _judge_iteration(self, waited_s: float, trace: Trace | None, version: int) -> None:
         """Judge an iteration under the plan."""
         length_s = clock.monotonic() - self._begun_at
         seen, j = self._overhead, self._agreed.j
-        why = seen.iteration(length_s, waited_s, self._monitor.launched_before, j, self.saves(version))
-        if trace is not None and self._recorded(version) >= self._since:
+        why = seen.judge_iteration(length_s, waited_s, self._monitor.launched_before, j, self.saves(version))
+        if trace is not None and self._find_recorded_version(version) >= self._since:
             journal, copies = tuple(self._pacer.journal), tuple(self._pacer.copies)
-            held_s, number = self._monitor.held_s, self._recorded(version)
-            own_s = self._cost.within(self._monitor.ago)
+            held_s, number = self._monitor.held_s, self._find_recorded_version(version)
+            own_s = self._cost.read_past_s(self._monitor.ago)
             picture = Pictured(number, trace, journal, copies, waited_s if held_s is None else held_s, own_s)
-            why = seen.recorded(picture) or why
+            why = seen.compare_with_profile(picture) or why
             self._reporter.draw(seen.pictured, self._planner.profile, self._plan, self._monitor.names)
         self._renew = why or self._renew
         self._monitor.recording = self._next_word - version <= IN_A_ROW and version >= self._record_from
         if self._monitor.recording and version + 1 >= self._next_word:
             self._record_from = version + _RECORD_EVERY
 
-    def _ask(self, version: int) -> None:
+    def _start_due_round(self, version: int) -> None:
         """Start the round that is due at this version, if one is."""
         collectives = self._collectives
         assert collectives is not None
@@ -513,81 +515,85 @@ class IntervalController:
         if self._driver is None or self._driver.ended:  # over NCCL, copies travel while they are made
             self._planner.fixed_s = self._latency.fixed_s
         if self._stage == "recall":
-            collectives.everyone(self._planner.kept(), BLOB_BYTES)
+            collectives.start_gather_round(self._planner.encode_kept(), BLOB_BYTES)
         elif self._stage == "profile":
             # without a working monitor there will be no profile, so the stage ends
             most = self._wanted if self._monitor.problem else self._planner.clean
-            self._round([-most, version - self._since, round(self._cost.usual_s / _POINT_S), self._haste()])
+            self._start_round(
+                [-most, version - self._since, round(self._cost.usual_s / _POINT_S), self._compute_haste()]
+            )
         elif self._stage == "plan":
-            collectives.everyone(self._planner.standing(collectives.over_at), BLOB_BYTES)
+            collectives.start_gather_round(self._planner.encode_standing(collectives.over_at), BLOB_BYTES)
         elif self._stage == "agree":
-            self._planner.measure(*self._copy_bytes())
-            self._round(self._wish(fresh=True))
+            self._planner.adjust_size(*self._copy_bytes())
+            self._start_round(self._compute_wish(fresh=True))
         elif self._stage == "sizes":
-            collectives.highest([len(self._offer)])
+            collectives.start_max_round([len(self._offer)])
         elif self._stage == "offers":
-            collectives.everyone(self._offer, self._room_bytes)
+            collectives.start_gather_round(self._offer, self._room_bytes)
         else:
-            drifted = self._planner.drifted(self._route) or self._planner.measure(*self._copy_bytes())
+            drifted = self._planner.has_drifted(self._route) or self._planner.adjust_size(*self._copy_bytes())
             allowed_s = self._traffic.overhead * self._agreed.j * self._pace.usual_s
             self._planner.lag_s = self._latency.lag_s(allowed_s)
-            wanted = self._wish(fresh=drifted)
+            wanted = self._compute_wish(fresh=drifted)
             if drifted:
                 self._apply_stage()
-            self._round([1 if self._renew else 0, *wanted])
+            self._start_round([1 if self._renew else 0, *wanted])
 
-    def _wish(self, *, fresh: bool) -> tuple[int, int]:
+    def _compute_wish(self, *, fresh: bool) -> tuple[int, int]:
         """Return numbers for a round: j combined with this rank's number, and s."""
-        j, s = self._planner.want(self._agreed.j, fresh=fresh)
+        j, s = self._planner.choose_interval(self._agreed.j, fresh=fresh)
         return j * _RANKS + _RANKS - 1 - self._rank, s
 
-    def _round(self, words: Sequence[int]) -> None:
+    def _start_round(self, words: Sequence[int]) -> None:
         assert self._collectives is not None
-        also = self._replanning.words() if self._replanning is not None else []
+        also = self._replanning.list_words() if self._replanning is not None else []
         self._compared += 1
-        self._collectives.highest([*words, *also, *(self._driver.words() if self._driver is not None else ())])
+        self._collectives.start_max_round(
+            [*words, *also, *(self._driver.list_words() if self._driver is not None else ())]
+        )
 
     def _process_round(self, version: int, waited_s: float) -> None:
         """Process the round that was started at the version before."""
         collectives = self._collectives
         assert collectives is not None
         if self._stage == "recall":
-            if self._planner.remember(collectives.blobs(waited_s)):
+            if self._planner.remember(collectives.read_blobs(waited_s)):
                 self._stage, self._next_word = "agree", version
             else:
-                self._again(PROFILED, version)
+                self._profile_again(PROFILED, version)
             return
         if self._stage == "offers":
             assert self._replanning is not None
-            offers, self._offer, self._compared = collectives.blobs(patience_s=_OFFERS_S), b"", 0
+            offers, self._offer, self._compared = collectives.read_blobs(patience_s=_OFFERS_S), b"", 0
             self._replanning.adopt_offers(offers, version)
-            self._again(PROFILED_AGAIN, version)
+            self._profile_again(PROFILED_AGAIN, version)
             return
         if self._stage == "plan":
-            self._planner.adopt_records(collectives.blobs(waited_s))
+            self._planner.adopt_records(collectives.read_blobs(waited_s))
             self._stage, self._next_word = "agree", version
-            if self._driver is not None and self._driver.left():
-                self._again(PROFILED_AGAIN, version)
+            if self._driver is not None and self._driver.has_just_left():
+                self._profile_again(PROFILED_AGAIN, version)
             return
-        words = collectives.words(waited_s, _OFFERS_S if self._stage == "sizes" else None)
+        words = collectives.read_maxima(waited_s, _OFFERS_S if self._stage == "sizes" else None)
         if self._stage == "sizes":
             self._stage, self._next_word, self._room_bytes = "offers", version, words[0] + 8
             return
         if self._replanning is not None:
             first = {"agree": 2, "profile": 4}.get(self._stage, 3)
             if self._replanning.on_round(words[first : first + self._replanning.count]):
-                self._stage, self._next_word, self._offer = "sizes", version, self._replanning.offer()
+                self._stage, self._next_word, self._offer = "sizes", version, self._replanning.build_offer()
                 return
         if self._driver is not None:
             self._driver.on_round(words)
-            if self._driver.left():
-                self._again(PROFILED_AGAIN, version)
+            if self._driver.has_just_left():
+                self._profile_again(PROFILED_AGAIN, version)
                 return
         if self._stage == "profile":
             enough = -words[0] >= self._wanted or words[1] >= 5 * self._wanted
             self._stage = "plan" if enough else "profile"
             self._others_s = words[2] * _POINT_S
-            self._next_word = version + (0 if enough else self._soon())
+            self._next_word = version + (0 if enough else self._choose_profiling_interval())
             if not enough:
                 self._hasten(words[3], version)
         elif self._stage == "agree":
@@ -596,13 +602,13 @@ class IntervalController:
             if self._renew:
                 self._reporter.send_event("profiled_again", version, self._renew)
             self._renew = ""
-            self._again(PROFILED_AGAIN, version)
+            self._profile_again(PROFILED_AGAIN, version)
         elif (words[1] // _RANKS, words[2]) != (self._agreed.j, self._agreed.s):
             self._adopt_interval(words[1], words[2], version)
         else:
-            self._next_word = version + self._word_every()
+            self._next_word = version + self._choose_round_interval()
 
-    def _word_every(self) -> int:
+    def _choose_round_interval(self) -> int:
         """Return the number of iterations between two rounds.
 
         The number is the same on all ranks, because it follows from exchanged values only.
@@ -625,22 +631,22 @@ class IntervalController:
         """Adopt j and s of all ranks, in stage `steady`.
 
         Args:
-            wish: The largest j of all ranks, combined with the rank that wants it; see `_wish`.
+            wish: The largest j of all ranks, combined with the rank that wants it; see `_compute_wish`.
             s: Iterations that a version may take.
             version: Number of this step().
         """
         j, self._because = wish // _RANKS, _RANKS - 1 - wish % _RANKS
         self._stage, self._since, self._hasty = "steady", version, 0
-        self._change(j, s, version)
+        self._change_interval(j, s, version)
         self._latency.follow_plan()
         self._told.end_first_phase(self._budget)
         self._history.append((self._agreed.base, j, s))
         self._overhead.adopt_plan(self._planner.profile, self._planner.controller)
         self._renew = ""
-        self._record_from, self._next_word = version, version + self._word_every()
+        self._record_from, self._next_word = version, version + self._choose_round_interval()
         self._apply_stage()
         self._report_interval(j, self._planner.profile.iteration_s if self._planner.profile is not None else 0.0)
-        keepsake = self._planner.keepsake()
+        keepsake = self._planner.build_keepsake()
         if keepsake is not None:
             self._reporter.send_profile(keepsake)
 
@@ -660,11 +666,11 @@ class IntervalController:
         pacer.deferred = self._defers
         pacer.unscheduled = not self._planned and self._scheme != "blocking"
         if self._planned and self._stage == "steady":
-            self._route = self._planner.route(self._scheme)
+            self._route = self._planner.build_route(self._scheme)
             if self._route is not None:
                 self._plan = self._route.plan(self._agreed.s)
                 if self._driver is None or self._driver.ended or self._scheme != "gemini":
-                    pacer.timetable = self._route.timetable(self._agreed.s)
+                    pacer.timetable = self._route.build_timetable(self._agreed.s)
         if self._driver is not None:
             self._driver.set_route(self._route, self._agreed.s, active=self._planned and self._scheme == "gemini")
 
@@ -675,7 +681,7 @@ class IntervalController:
 
     # ---- reports ---------------------------------------------------------------------------------------
 
-    def _why(self, usual_s: float, *, name: bool) -> Reason:
+    def _find_reason(self, usual_s: float, *, name: bool) -> Reason:
         """Return the reason why not every version is saved, and a remedy.
 
         Args:
@@ -715,12 +721,12 @@ class IntervalController:
         self._told.report(
             j,
             self._agreed.s,
-            lambda news: self._why(usual_s, name=news),
+            lambda news: self._find_reason(usual_s, name=news),
             mine=self._rank == self._because,
             advice="" if in_force else f"these ranks cannot agree on saving fewer versions: pass Traffic(every={j})",
         )
 
-    def state(self) -> TrafficState:
+    def build_state(self) -> TrafficState:
         """Return the state for the agent."""
         meter, profile, plan, seen = self._planner.meter, self._planner.profile, self._plan, self._overhead
         return stats_messages.traffic(
@@ -758,7 +764,7 @@ class IntervalController:
     def report(self) -> dict[str, Any]:
         """Return the state for people and tests."""
         meter, profile, plan = self._planner.meter, self._planner.profile, self._plan
-        overlap = self._overhead.pictured.overlap() if self._overhead.pictured is not None else None
+        overlap = self._overhead.pictured.measure_overlap() if self._overhead.pictured is not None else None
         return {
             "scheme": self._scheme,
             "transport": self.transport,

@@ -35,7 +35,7 @@ class GroupWeights:
         self.collective = weigh_collective([r for r in ranks if savers is None or r in savers], rank)
         self._messages: dict[tuple[str, int], int] = {}
 
-    def message(self, name: str, peer: int) -> int:
+    def compute_message_weight(self, name: str, peer: int) -> int:
         """Return the weight of a send to a rank of the group, or of a receive from it.
 
         Args:
@@ -76,14 +76,14 @@ class LaunchCount:
             self._known = False
             return
         if signature.peer_at is not None:
-            weight = weights.message(signature.name, args[signature.peer_at])
+            weight = weights.compute_message_weight(signature.name, args[signature.peer_at])
         else:
             weight = weights.collective
         with self._lock:
             self._sum += weight
             self._operations += 1
 
-    def lose(self) -> None:
+    def mark_unknown(self) -> None:
         """Record that a launch was not counted; the moment is unknown from now on."""
         self._known = False
 

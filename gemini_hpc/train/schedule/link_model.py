@@ -41,11 +41,11 @@ class LinkMeter:
         self._alphas.append(alpha)
         self._periods += [(B, _RATE_BYTES)] * _ENOUGH
 
-    def sent(self, at: float, *, beside: bool = False) -> None:
+    def record_send(self, at: float, *, beside: bool = False) -> None:
         """Record that a chunk is sent.
 
         Args:
-            at: Time in seconds, by the same clock as in `landed`.
+            at: Time in seconds, by the same clock as in `record_ack`.
             beside: Whether the training has traffic in flight.
         """
         if self._under_way == 0:
@@ -53,18 +53,18 @@ class LinkMeter:
         self._beside = self._beside or beside
         self._under_way += 1
 
-    def landed(self, size: int, at: float) -> None:
+    def record_ack(self, size: int, at: float) -> None:
         """Record that a chunk of `size` bytes was acknowledged."""
         self._under_way -= 1
         self._bytes += size
         if self._under_way == 0:
             self._record_transfer(self._bytes, at - self._began, self._beside)
 
-    def spell(self, size: int, took_s: float, *, beside: bool = False) -> None:
-        """Record a busy period of `size` bytes that another process has measured; see `sent`."""
+    def record_spell(self, size: int, took_s: float, *, beside: bool = False) -> None:
+        """Record a busy period of `size` bytes that another process has measured; see `record_send`."""
         self._record_transfer(size, took_s, beside)
 
-    def lost(self) -> None:
+    def record_loss(self) -> None:
         """Record that a chunk will never be acknowledged, and discard the period's bytes so far."""
         self._under_way -= 1
         self._bytes = 0

@@ -45,7 +45,7 @@ class Pictured:
     waited_s: float
     own_s: float = 0.0
 
-    def overlap(self) -> tuple[int, float, float]:
+    def measure_overlap(self) -> tuple[int, float, float]:
         """Return the number of chunks in this iteration, their seconds, and the seconds beside a collective.
 
         The second number is the time with at least one chunk on the network. The third is the part of this time in
@@ -122,7 +122,7 @@ class OverheadMonitor:
         """Return the usual wait at the optimizer in seconds; None where unknown."""
         return median(self._waits) if self._waits else None
 
-    def iteration(self, length_s: float, waited_s: float, launched: int, j: int, saved: bool) -> str:
+    def judge_iteration(self, length_s: float, waited_s: float, launched: int, j: int, saved: bool) -> str:
         """Record an iteration. Return the reason to profile the training again, or ''.
 
         Args:
@@ -163,12 +163,12 @@ class OverheadMonitor:
             return f"iterations take {100 * gained:.2g} % less than in the profile"
         return ""
 
-    def recorded(self, picture: Pictured) -> str:
+    def compare_with_profile(self, picture: Pictured) -> str:
         """Compare a recorded iteration with the profile. Return the reason to profile the training again, or ''."""
         profile, self.pictured = self._profile, picture
         if profile is None:
             return ""
-        trace = without_capture(without_wait(picture.trace, picture.waited_s), picture.own_s)
+        trace = subtract_capture(subtract_wait(picture.trace, picture.waited_s), picture.own_s)
         if spans.pattern(trace.ops) != profile.pattern:
             self._others += 1
             return "" if self._others < IN_A_ROW else "an iteration launches other collectives than the profile has"
@@ -176,12 +176,12 @@ class OverheadMonitor:
         self._alike.append(trace)
         if len(self._alike) < IN_A_ROW:
             return ""
-        usual = middle(self._alike)
+        usual = build_median_trace(self._alike)
         self._alike.clear()
         return spans.drifted(profile, usual)
 
 
-def middle(traces: Sequence[Trace]) -> Trace:
+def build_median_trace(traces: Sequence[Trace]) -> Trace:
     """Return an iteration with the median times of several iterations of one pattern."""
     ops = tuple(
         same[0]._replace(start_s=median(op.start_s for op in same), end_s=median(op.end_s for op in same))
@@ -191,17 +191,17 @@ def middle(traces: Sequence[Trace]) -> Trace:
     return Trace(traces[-1].started_s, length_s, min(length_s, median(t.gate_s for t in traces)), ops)
 
 
-def without_wait(trace: Trace, waited_s: float) -> Trace:
+def subtract_wait(trace: Trace, waited_s: float) -> Trace:
     """Return the iteration as if the training had not waited at the optimizer."""
 
-    def earlier(at: float) -> float:
+    def move_earlier(at: float) -> float:
         return max(trace.gate_s, at - waited_s) if at > trace.gate_s else at
 
-    ops = tuple(op._replace(start_s=earlier(op.start_s), end_s=earlier(op.end_s)) for op in trace.ops)
-    return replace(trace, length_s=earlier(trace.length_s), ops=ops)
+    ops = tuple(op._replace(start_s=move_earlier(op.start_s), end_s=move_earlier(op.end_s)) for op in trace.ops)
+    return replace(trace, length_s=move_earlier(trace.length_s), ops=ops)
 
 
-def without_capture(trace: Trace, own_s: float, others_s: float = 0.0) -> Trace:
+def subtract_capture(trace: Trace, own_s: float, others_s: float = 0.0) -> Trace:
     """Return the iteration as if no rank had captured anything in step() at its beginning.
 
     Args:
@@ -213,9 +213,9 @@ def without_capture(trace: Trace, own_s: float, others_s: float = 0.0) -> Trace:
     cut_s = min(others_s, first.end_s - first.start_s) if first is not None else 0.0
     end_s = first.end_s if first is not None else 0.0
 
-    def earlier(at: float) -> float:
+    def move_earlier(at: float) -> float:
         waited_s = min(cut_s, max(0.0, at - (end_s - cut_s)))
         return max(0.0, at - waited_s - own_s)
 
-    ops = tuple(op._replace(start_s=earlier(op.start_s), end_s=earlier(op.end_s)) for op in trace.ops)
-    return replace(trace, length_s=earlier(trace.length_s), gate_s=earlier(trace.gate_s), ops=ops)
+    ops = tuple(op._replace(start_s=move_earlier(op.start_s), end_s=move_earlier(op.end_s)) for op in trace.ops)
+    return replace(trace, length_s=move_earlier(trace.length_s), gate_s=move_earlier(trace.gate_s), ops=ops)

@@ -5,10 +5,10 @@ agent sends them. If a window was missed, its bytes go in a later one that has r
 version is due go at once (the infinite last span of Algorithm 2), while the training waits for them. A collective
 that is launched within a window ends the grant.
 
-A link that announces the sizes of its chunks asks before each chunk instead (`turn`).
+A link that announces the sizes of its chunks asks before each chunk instead (`wait_for_turn`).
 
-Where the training computes on a device, its host runs ahead. The device's position then counts (`Traffic.place`). A
-training that waits at the optimizer therefore counts as waiting only once its device has arrived there.
+Where the training computes on a device, its host runs ahead, and the device's position counts (`Traffic.find_place`).
+A training that waits at the optimizer therefore counts as waiting only once its device has arrived there.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Traffic(Protocol):
     def launched(self) -> int:
         """Return the number of collectives launched so far."""
 
-    def in_flight(self) -> int:
+    def count_in_flight(self) -> int:
         """Return the number of collectives launched and not completed."""
 
-    def place(self) -> Place | None:
+    def find_place(self) -> Place | None:
         """Return the device's position, to which the other answers then refer; None where the host computes."""
 
-    def quiet_since(self) -> float:
+    def find_quiet_start(self) -> float:
         """Return when the last collective completed, or the iteration began (CLOCK_MONOTONIC, seconds)."""
 
     def wait_span(self, after: int, timeout_s: float) -> bool:
@@ -98,7 +98,7 @@ class Flow(Protocol):
     def moved_at(self) -> float:
         """Return when a byte was last sent or acknowledged."""
 
-    def spells(self) -> list[Spell]:
+    def read_spells(self) -> list[Spell]:
         """Return the times in which bytes were in flight, since the last call."""
 
 
@@ -176,7 +176,7 @@ class Pacer:
 
     # ---- from the training's thread --------------------------------------------------------------------
 
-    def iteration(self, version: int) -> None:
+    def begin_iteration(self, version: int) -> None:
         """Record that the iteration after step() number `version` begins."""
         now = self._clock()
         if self._stepped_at is not None:
@@ -184,7 +184,7 @@ class Pacer:
         self._stepped_at, self._now, self.strayed = now, version, False
         self.wake()
 
-    def gate(self) -> None:
+    def record_gate_passed(self) -> None:
         """Record that the training passes the optimizer's hook."""
         self._passed = (self._now, self._clock())
 
@@ -193,10 +193,10 @@ class Pacer:
         self._hurry.set()
         self.wake()
 
-    def wait_for(self) -> None:
+    def record_wait(self) -> None:
         """Record that the training waits for the version in transfer, or will once its device has arrived."""
         self._asked, self._looked_at = True, -1.0
-        if self._there():
+        if self._has_arrived():
             self.hurry()
         else:
             self.wake()
@@ -215,7 +215,7 @@ class Pacer:
         now = self._clock()
         if now - self._looked_at >= _SOON_S:  # a wait for a seal polls more often than that
             self._looked_at = now
-            if not self._there():
+            if not self._has_arrived():
                 self._arrived_at = now
         return self._arrived_at
 
@@ -225,8 +225,8 @@ class Pacer:
         flow = self._flow
         return max(self._progress_at, self.arrived_at, flow.moved_at if flow is not None else 0.0)
 
-    def _there(self) -> bool:
-        place = self.traffic.place() if self.traffic is not None and self._asked else None
+    def _has_arrived(self) -> bool:
+        place = self.traffic.find_place() if self.traffic is not None and self._asked else None
         return place is None or place.at_gate
 
     def wake(self) -> None:
@@ -236,7 +236,7 @@ class Pacer:
 
     # ---- from the sending thread -----------------------------------------------------------------------
 
-    def lull(self, version: int, seconds: float, wanted: Callable[[], bool]) -> None:
+    def wait_for_lull(self, version: int, seconds: float, wanted: Callable[[], bool]) -> None:
         """Block until the training's processors are probably idle: in the first span of at least `seconds`.
 
         Return at once where there is no such span, or all idle time is needed to send. Return early once `wanted()`
@@ -247,7 +247,7 @@ class Pacer:
         time.
         """
         table, traffic = self.timetable, self.traffic
-        window = table.lull(seconds) if table is not None and not self._ending else None
+        window = table.find_lull(seconds) if table is not None and not self._ending else None
         if table is None or window is None or traffic is None:
             return
         until = self._clock() + table.usual_s / 2
@@ -255,25 +255,25 @@ class Pacer:
             if traffic.launched > window.after:
                 return
             if traffic.wait_span(window.after, _SPAN_S):
-                begins = traffic.quiet_since() + window.delay_s
+                begins = traffic.find_quiet_start() + window.delay_s
                 self._hurry.wait(min(_LOOK_S, max(0.0, begins - self._clock())))
                 return
 
     def begin_version(self, version: int) -> None:
         """Prepare to send the chunks of this version."""
         self._version, self._table, self.spilled_bytes = version, self.timetable, 0
-        self.moved()
+        self.record_progress()
         self._begun_at = self._clock()
         self._asked = False
         self._hurry.clear()
         if self._ending:
             self._hurry.set()
 
-    def moved(self) -> None:
+    def record_progress(self) -> None:
         """Record that something of the version has arrived, so that a wait for it does not time out."""
         self._progress_at = self._clock()
 
-    def sizes(self, replica: int, used_bytes: int) -> tuple[int, ...]:
+    def list_chunk_sizes(self, replica: int, used_bytes: int) -> tuple[int, ...]:
         """Return the sizes of the chunks of `used_bytes` bytes in order, for transports that announce them."""
         if self._table is None or replica >= len(self._table.chunks):
             head = min(PROBE_BYTES, used_bytes)
@@ -300,7 +300,7 @@ class Pacer:
         """
         self._flow, self._beside = flow, self.unscheduled
         while (sent := flow.sent) < total:
-            wait = self._wait_turn(replica, sent, total - sent, flow)
+            wait = self._wait_for_window(replica, sent, total - sent, flow)
             if wait is None:
                 self.spilled_bytes += total - flow.sent
                 break
@@ -312,30 +312,30 @@ class Pacer:
             flow.withdraw()
             self._record(replica, flow)
         traffic = self.traffic
-        self._beside = self.unscheduled or (traffic is not None and traffic.in_flight() > 0)
+        self._beside = self.unscheduled or (traffic is not None and traffic.count_in_flight() > 0)
 
-    def delivered(self, replica: int) -> None:
+    def record_delivery(self, replica: int) -> None:
         """Record that all bytes of a version have arrived."""
         flow, self._flow = self._flow, None
         if flow is not None:
             self._record(replica, flow)
 
     def _record(self, replica: int, flow: Flow) -> None:
-        for size, sent_at, acked_at in flow.spells():
-            self.meter.spell(size, acked_at - sent_at, beside=self._beside)
+        for size, sent_at, acked_at in flow.read_spells():
+            self.meter.record_spell(size, acked_at - sent_at, beside=self._beside)
             self.journal.append(Sent(self._version, replica, size, sent_at, acked_at, self._hurry.is_set()))
         if flow.arrived == flow.sent:
             self._beside = self.unscheduled
 
-    def _wait_turn(self, replica: int, at: int, left: int, flow: Flow) -> _Wait | None:
+    def _wait_for_window(self, replica: int, at: int, left: int, flow: Flow) -> _Wait | None:
         """Wait until bytes may go. Return how many and until when; None if the version is due."""
         most = left if self.p > 1 else min(left, self.chunk_bytes)
         if self._table is None and not at:
             most = min(most, PROBE_BYTES)
         least = min(most, max(LEAST_BYTES, self.chunk_bytes // _LEAST_SHARE))
-        while not self._due():
+        while not self._is_due():
             flow.check()
-            wait = self._next_wait(replica, at, least, most, flow.sent - flow.arrived)
+            wait = self._compute_wait(replica, at, least, most, flow.sent - flow.arrived)
             if wait.seconds <= 0:
                 return wait
             if wait.after < 0 or self.traffic is None or wait.crowded:
@@ -347,7 +347,7 @@ class Pacer:
     def _wait_granted(self, wait: _Wait, flow: Flow, until: int, total: int) -> None:
         """Wait until the bytes of a grant have arrived, or may go no longer. The last ones only have to be sent."""
         traffic, number, late_s = self.traffic, self._now, 0.0
-        while not self._due() and self._now == number:
+        while not self._is_due() and self._now == number:
             flow.check()
             now = self._clock()
             if flow.arrived >= until or flow.sent >= total or now >= wait.before:
@@ -360,7 +360,7 @@ class Pacer:
                 self._beside = True
                 return
 
-    def turn(self, replica: int, at: int, size: int, backlog_bytes: Callable[[], int]) -> None:
+    def wait_for_turn(self, replica: int, at: int, size: int, backlog_bytes: Callable[[], int]) -> None:
         """Block until a chunk of fixed size may go.
 
         Args:
@@ -369,9 +369,9 @@ class Pacer:
             size: Size of the chunk in bytes.
             backlog_bytes: Returns the bytes that were sent before and are not yet acknowledged.
         """
-        while not self._due():
+        while not self._is_due():
             backlog = backlog_bytes()
-            wait = self._next_wait(replica, at, size, size, backlog)
+            wait = self._compute_wait(replica, at, size, size, backlog)
             if wait.seconds <= 0:
                 return
             self._crowded = wait.crowded
@@ -383,20 +383,20 @@ class Pacer:
                 self.traffic.wait_span(wait.after, _SOON_S if self._asked else _SPAN_S)
         self.spilled_bytes += size
 
-    def _due(self) -> bool:
-        if self._asked and not self._hurry.is_set() and self._there():
+    def _is_due(self) -> bool:
+        if self._asked and not self._hurry.is_set() and self._has_arrived():
             self._hurry.set()
         return self._hurry.is_set()
 
-    def sent(self, at: float) -> None:
+    def record_send(self, at: float) -> None:
         """Record that a chunk is sent."""
         traffic = self.traffic
-        self.meter.sent(at, beside=self.unscheduled or (traffic is not None and traffic.in_flight() > 0))
+        self.meter.record_send(at, beside=self.unscheduled or (traffic is not None and traffic.count_in_flight() > 0))
 
-    def landed(self, replica: int, size: int, sent_at: float) -> None:
+    def record_ack(self, replica: int, size: int, sent_at: float) -> None:
         """Record that a chunk was acknowledged now and is no longer in the backlog."""
         now = self._clock()
-        self.meter.landed(size, now)
+        self.meter.record_ack(size, now)
         self.journal.append(Sent(self._version, replica, size, sent_at, now, self._hurry.is_set()))
         self._progress_at = now
         if self._crowded:
@@ -408,51 +408,53 @@ class Pacer:
         if traffic is None or self._stepped_at is None:
             return False
         patience_s = 2 * median_low(self._lengths) if self._lengths else _FIRST_PAUSE_S
-        return not traffic.in_flight() and self._clock() - traffic.quiet_since() > max(_PAUSE_S, patience_s)
+        return not traffic.count_in_flight() and self._clock() - traffic.find_quiet_start() > max(
+            _PAUSE_S, patience_s
+        )
 
-    def _place(self, traffic: Traffic) -> tuple[tuple[int, int, bool], float]:
+    def _find_place(self, traffic: Traffic) -> tuple[tuple[int, int, bool], float]:
         """Return the training's position, and when it passed the gate.
 
         The position is (iterations since the version's step(), collectives launched in this one, whether past the
         gate).
         """
-        place = traffic.place()
+        place = traffic.find_place()
         if place is None:
             passed, passed_at = self._passed
             return (self._now - self._version, traffic.launched, passed == self._now), passed_at
         gated = place.passed_at is not None
         return (self._now - place.behind - self._version, place.launched, gated), place.passed_at or 0.0
 
-    def _next_wait(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
+    def _compute_wait(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
         table, traffic = self._table, self.traffic
         if table is None:
             # the probe disturbs nothing, and measures alpha only where no other rank's copies are in flight
             probe = not at and most <= PROBE_BYTES
-            if not self.deferred or (probe and traffic is not None and not traffic.in_flight()):
+            if not self.deferred or (probe and traffic is not None and not traffic.count_in_flight()):
                 return _Wait(0.0, size=most, before=self._clock() + _SPAN_S if probe else 0.0)
             pauses = self._pauses()
             self.strayed |= pauses
-            return self._pausing(most) if pauses else _Wait(_LOOK_S, size=most)
+            return self._allow_all(most) if pauses else _Wait(_LOOK_S, size=most)
         if traffic is None:
             return _Wait(_LOOK_S)
-        place, passed_at = self._place(traffic)
+        place, passed_at = self._find_place(traffic)
         gated = place[2]
-        flying = traffic.in_flight()  # read last, so that a collective launched meanwhile is counted
+        flying = traffic.count_in_flight()  # read last, so that a collective launched meanwhile is counted
         if self._clock() - self._begun_at > table.usual_s and not flying:
-            return self._pausing(most)  # the training pauses or does something else, perhaps for long
-        here = max(table.planned(replica, at), bisect_left(table.places, place))
+            return self._allow_all(most)  # the training pauses or does something else, perhaps for long
+        here = max(table.find_planned_window(replica, at), bisect_left(table.places, place))
         crowded = False
         if here < len(table.windows) and not flying and table.places[here][:2] == place[:2]:
             if table.places[here][2] != gated:
                 return _Wait(_SOON_S)
             now = self._clock()
-            elapsed = now - max(traffic.quiet_since(), passed_at if gated else 0.0)
+            elapsed = now - max(traffic.find_quiet_start(), passed_at if gated else 0.0)
             while here < len(table.windows) and table.places[here] == place:
                 window = table.windows[here]
                 left_s = window.delay_s + window.length_s - elapsed
-                left = table.room(left_s, 0)
+                left = table.compute_room(left_s, 0)
                 if left - backlog_bytes >= least:
-                    planned = max(least, table.planned_until(replica, here) - at)
+                    planned = max(least, table.find_planned_end(replica, here) - at)
                     size = min(left - backlog_bytes, most, planned)
                     before = now + left_s - table.alpha
                     return _Wait(max(0.0, window.delay_s - elapsed), -1, size, before, table.B, place[1])
@@ -464,7 +466,7 @@ class Pacer:
             return _Wait(_SOON_S)
         return _Wait(_LOOK_S, table.places[here][1], crowded=crowded)
 
-    def _pausing(self, most: int) -> _Wait:
+    def _allow_all(self, most: int) -> _Wait:
         """Return what may go while the training pauses: all, for a while, until a collective is launched."""
         launched = self.traffic.launched if self.traffic is not None else -1
         return _Wait(0.0, -1, most, self._clock() + _SPAN_S, launched=launched)

@@ -12,7 +12,7 @@ from gemini_hpc.core import spans
 from gemini_hpc.core.save_interval import Need, OverheadController, choose
 from gemini_hpc.core.schedule import seconds
 from gemini_hpc.core.spans import Profile, Trace
-from gemini_hpc.train.schedule.chunk_schedule import PAUSE_SHARES, Route, common, settled
+from gemini_hpc.train.schedule.chunk_schedule import PAUSE_SHARES, Route, cut_beginnings, find_common_windows
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.schedule.stats_reporter import CachedProfile
@@ -102,7 +102,7 @@ class Planner:
         """Plan for copies of `shard_bytes` bytes from now on."""
         self._C = shard_bytes
 
-    def measure(self, least: int, most: int) -> bool:
+    def adjust_size(self, least: int, most: int) -> bool:
         """Compare the sizes of the last copies with the planned size. Return whether the planned size has changed.
 
         A holder may already have a part of a copy, which is then not sent.
@@ -122,7 +122,7 @@ class Planner:
         """Discard the recorded iterations."""
         self._clean = {}
 
-    def note(self, version: int, trace: Trace) -> None:
+    def record_iteration(self, version: int, trace: Trace) -> None:
         """Record an iteration that had no traffic of ours before the optimizer."""
         self._clean.setdefault(spans.pattern(trace.ops), []).append((version, trace))
 
@@ -137,11 +137,11 @@ class Planner:
 
     # ---- exchange between ranks ------------------------------------------------------------------------
 
-    def kept(self) -> bytes:
+    def encode_kept(self) -> bytes:
         """Return the encoded profile of an earlier incarnation, for the other ranks."""
         return msgspec.msgpack.encode(_Standing(None if self._kept is None else self._kept.profile))
 
-    def standing(self, over_at: float) -> bytes:
+    def encode_standing(self, over_at: float) -> bytes:
         """Make the profile. Return it encoded for the other ranks.
 
         Args:
@@ -166,7 +166,7 @@ class Planner:
         profiles = [profile for profile in known if profile is not None]
         if not profiles or (len(profiles) < len(known) and len({p.pattern for p in profiles}) > 1):
             return False
-        self._know(profiles)
+        self._adopt_profiles(profiles)
         self._whole = True
         if self._kept is not None:
             self.profile, self._others = self._kept.profile, self._kept.others
@@ -179,7 +179,7 @@ class Planner:
     def adopt_records(self, blobs: Sequence[bytes]) -> None:
         """Take over what all ranks have recorded."""
         standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
-        self._know([s.profile for s in standings if s.profile is not None])
+        self._adopt_profiles([s.profile for s in standings if s.profile is not None])
         ranks = {rank: self._as_planned(s) for rank, s in enumerate(standings) if s.profile is not None}
         self.profile, self._others = None, []
         self._whole = all(rank in ranks for rank in (self._rank, *self._targets))
@@ -207,10 +207,10 @@ class Planner:
             return standing.profile, standing.started_s, standing.version
         return spans.waiting(standing.profile, lag_s), standing.started_s - lag_s, standing.version
 
-    def _know(self, profiles: Sequence[Profile]) -> None:
+    def _adopt_profiles(self, profiles: Sequence[Profile]) -> None:
         self.longest_s = max((p.iteration_s for p in profiles), default=1.0)
 
-    def keepsake(self) -> CachedProfile | None:
+    def build_keepsake(self) -> CachedProfile | None:
         """Return what the next incarnation needs; None if the plan or the link is unknown."""
         if self.profile is None or not self._whole or not self._meter.known:
             return None
@@ -225,7 +225,7 @@ class Planner:
         On a slow link chunks get smaller and buffers more numerous. Their memory, R, stays the same.
         """
         p, B = self._traffic.buffers, self._meter.B
-        size = self._traffic.chunk_bytes or self._following(B, p)
+        size = self._traffic.chunk_bytes or self._choose_chunk_bytes(B, p)
         if self._whole_chunks:
             return size, p
         fine = 1
@@ -234,7 +234,7 @@ class Planner:
             fine *= 2
         return max(1, size // fine), p * fine
 
-    def _following(self, B: float, p: int) -> int:
+    def _choose_chunk_bytes(self, B: float, p: int) -> int:
         """Return the power of two that is the best size of a chunk, given its startup cost.
 
         Args:
@@ -247,17 +247,17 @@ class Planner:
             size *= 2
         return size
 
-    def route(self, scheme: Scheme) -> Route | None:
+    def build_route(self, scheme: Scheme) -> Route | None:
         """Return the inputs of a plan; None without a profile or measurements of the link."""
         meter = self._meter
         if self.profile is None or not self._whole or not meter.known:
             return None
         size, p = self.cut
         R = size * p
-        windows = common(self.profile, self._others)
+        windows = find_common_windows(self.profile, self._others)
         return Route(
             profile=self.profile,
-            windows=settled(windows, self._left_out) if self._left_out else windows,
+            windows=cut_beginnings(windows, self._left_out) if self._left_out else windows,
             C=self._C,
             m=len(self._targets) + 1,
             R=self._C if scheme == "naive" else R,
@@ -267,11 +267,11 @@ class Planner:
             mu=self._traffic.mu,
         )
 
-    def drifted(self, planned: Route | None) -> bool:
+    def has_drifted(self, planned: Route | None) -> bool:
         """Return whether the link has changed too much for the plan."""
         return planned is not None and not 1 - _LINK_DRIFT < self._meter.B / planned.B < 1 + _LINK_DRIFT
 
-    def want(self, j: int, *, fresh: bool) -> tuple[int, int]:
+    def choose_interval(self, j: int, *, fresh: bool) -> tuple[int, int]:
         """Return the j and s that this rank needs.
 
         Args:
@@ -280,12 +280,12 @@ class Planner:
         """
         if fresh:
             self._choose_left_out()
-        route, profile = self.route("gemini"), self.profile
+        route, profile = self.build_route("gemini"), self.profile
         if route is None or profile is None:
             return max(1, self._traffic.every), 1
-        need = self._need(route, profile)
+        need = self._build_need(route, profile)
         usual_s, ceiling = profile.iteration_s, self._traffic.overhead
-        self.seals_late = need(1) > max(0.0, _need(route)(1))
+        self.seals_late = need(1) > max(0.0, _derive_need(route)(1))
         known = self.controller
         if known is not None and abs(known.iteration_s / usual_s - 1) > ceiling / 2:
             known = None  # the apparent overhead was the training's own change of pace
@@ -303,7 +303,7 @@ class Planner:
             known = OverheadController(
                 need, usual_s, ceiling=ceiling, forced=self._traffic.every or None, own_s=self.own_s
             )
-        elif fresh or self._dearer(known) or self._slower(known, need):
+        elif fresh or self._is_dearer(known) or self._is_slower(known, need):
             known.replan(need, usual_s, self.own_s)
         elif self.lag_s:
             known.add_extra(self.lag_s)
@@ -311,29 +311,29 @@ class Planner:
         self.controller = known
         return known.frequency.j, known.frequency.s
 
-    def _dearer(self, known: OverheadController) -> bool:
+    def _is_dearer(self, known: OverheadController) -> bool:
         """Return whether the capture's cost differs so much from the planned cost that a new plan is needed."""
         most_s = max(self.own_s, known.own_s, self._traffic.overhead * known.iteration_s)
         return abs(self.own_s - known.own_s) > _COST_DRIFT * most_s
 
-    def _slower(self, known: OverheadController, need: Callable[[int], float]) -> bool:
+    def _is_slower(self, known: OverheadController, need: Callable[[int], float]) -> bool:
         """Return whether seals come so much later than planned that the ceiling is exceeded."""
         j, s = known.frequency.j, known.frequency.s
         return need(s) - max(0.0, known.need(s)) > self._traffic.overhead * j * known.iteration_s
 
-    def _need(self, route: Route, profile: Profile) -> Callable[[int], float]:
+    def _build_need(self, route: Route, profile: Profile) -> Callable[[int], float]:
         """Return the function that gives the seconds by which a version is late when it may take s iterations.
 
         The delay comes either from what travels in idle windows, or from the whole time between step() and seal.
         """
-        travels, iteration_s = _need(route), profile.iteration_s
+        travels, iteration_s = _derive_need(route), profile.iteration_s
         whole_s = self.fixed_s + seconds(route.C * (route.m - 1), route.B, route.start_s) - profile.gate_s
         known = self.fixed_s > 0
 
-        def need(s: int) -> float:
+        def compute_late_s(s: int) -> float:
             return max(travels(s), whole_s - (s - 1) * iteration_s) if known else travels(s)
 
-        return need
+        return compute_late_s
 
     def _choose_left_out(self) -> None:
         """Choose how much of the beginnings of spans to leave out.
@@ -344,23 +344,23 @@ class Planner:
         self._left_out = 0.0
         if not self._on_host:
             return
-        route, profile = self.route("gemini"), self.profile
+        route, profile = self.build_route("gemini"), self.profile
         if route is None or profile is None:
             return
         usual_s, ceiling, forced = profile.iteration_s, self._traffic.overhead, self._traffic.every or None
-        most = choose(_need(route), usual_s, ceiling=ceiling, forced=forced, own_s=self.own_s)
+        most = choose(_derive_need(route), usual_s, ceiling=ceiling, forced=forced, own_s=self.own_s)
         if not most.within:
             return
         rarer = 1 if not forced and most.j >= _RARE else 0
         for s in (most.s, *([most.j + 1] * rarer)):
             for share in PAUSE_SHARES:
-                left = replace(route, windows=settled(route.windows, share))
-                if _need(replace(left, C=ceil(_SPARE * left.C)))(s) > 0:
+                left = replace(route, windows=cut_beginnings(route.windows, share))
+                if _derive_need(replace(left, C=ceil(_SPARE * left.C)))(s) > 0:
                     continue
-                if s <= most.s or choose(_need(left), usual_s, ceiling=ceiling, own_s=self.own_s).j == s:
+                if s <= most.s or choose(_derive_need(left), usual_s, ceiling=ceiling, own_s=self.own_s).j == s:
                     self._left_out = share
                     return
 
 
-def _need(route: Route) -> Need:
+def _derive_need(route: Route) -> Need:
     return Need.of(route.usable, route.C, route.m, route.R, route.p, route.B, route.start_s, route.mu)

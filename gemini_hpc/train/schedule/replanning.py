@@ -52,7 +52,7 @@ class Replanning:
         self.closely = False  # a copy differed on some rank: compare whole tensors
         self.reason = ""  # for the last new plan
 
-    def want(self, version: int, *, at_once: bool = False) -> None:
+    def request_plan(self, version: int, *, at_once: bool = False) -> None:
         """Request a new plan, because this rank has state that the plan does not cover.
 
         The request is ignored for some versions after the last new plan. at_once overrides this, for a rank that can
@@ -61,7 +61,7 @@ class Replanning:
         if at_once or version >= self._next:
             self._wanted = max(self._wanted, WANTED)
 
-    def look_closely(self) -> None:
+    def request_comparison(self) -> None:
         """Request a comparison of every byte of the replicated tensors."""
         self._wanted = CLOSELY
 
@@ -70,13 +70,13 @@ class Replanning:
         """Return whether this rank requests a new plan."""
         return self._wanted != NOT_WANTED
 
-    def words(self) -> list[int]:
+    def list_words(self) -> list[int]:
         """Return this rank's numbers for a round."""
         return [self._wanted, *self._divergence.words(self._tensors())]
 
     @property
     def count(self) -> int:
-        """Return how many numbers `words` has; the same on all ranks."""
+        """Return how many numbers `list_words` has; the same on all ranks."""
         return 1 + self._divergence.count
 
     def on_round(self, words: Sequence[int]) -> bool:
@@ -88,7 +88,7 @@ class Replanning:
         self.under_way = bool(words[0]) or differs
         return self.under_way
 
-    def offer(self) -> bytes:
+    def build_offer(self) -> bytes:
         """Return this rank's offer for the round of offers."""
         return self._offer(self.closely)
 
@@ -98,7 +98,7 @@ class Replanning:
         self._next, self._pause = version + self._pause, min(_MOST_PAUSE, 4 * self._pause)
         self._adopt(offers)
 
-    def found(self, apart: Collection[str], *, named: bool) -> None:
+    def record_reason(self, apart: Collection[str], *, named: bool) -> None:
         """Record the reason for the new plan after the offers were compared.
 
         Nothing is recorded unless tensors or copies had differed.
@@ -121,7 +121,7 @@ class Replanning:
         """Compare the tensors that are replicated under the new plan."""
         self._divergence = divergence
 
-    def broken(self, reason: str) -> None:
+    def break_off(self, reason: str) -> None:
         """End the protection if a new plan is being agreed on, because there are no more rounds."""
         if self.under_way:
             self._lose(f"the ranks could not agree on a new plan: {reason}")

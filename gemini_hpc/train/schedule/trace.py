@@ -39,7 +39,7 @@ class Iteration:
         self.passed_event: Event | None = None
         self.records: list[OperationRecord] = []
 
-    def known(self, following: Iteration) -> bool:
+    def has_all_times(self, following: Iteration) -> bool:
         """Return whether the device has reached the iteration's end, so that all its times are known."""
         events = [record.events[1] for record in self.records if record.events is not None]
         marks = [*events, self.passed_event] if self.passed_event is not None else events
@@ -52,7 +52,7 @@ class Iteration:
             return None
         return max(0.0, self.passed_event.seconds_since(self.gate_event))
 
-    def trace(
+    def build_trace(
         self, following: Iteration, bytes_per_s: float, host_s: Callable[[Event], float] | None = None
     ) -> Trace:
         """Return the trace of the iteration.

@@ -129,5 +129,5 @@ class GrantOutbox(Outbox):
         """Return when a byte was last sent or acknowledged (CLOCK_MONOTONIC, seconds); 0: never."""
 
     @abstractmethod
-    def spells(self) -> list[Spell]:
+    def read_spells(self) -> list[Spell]:
         """Return the times in which bytes were in flight, since the last call."""

@@ -93,7 +93,7 @@ class _HostOutbox(GrantOutbox):
         channel = self._channel
         return channel.page.moved_at if channel is not None else 0.0
 
-    def spells(self) -> list[Spell]:
+    def read_spells(self) -> list[Spell]:
         return self._open.page.spells()
 
     def finish(self, digest: str) -> None:
