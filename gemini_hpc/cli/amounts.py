@@ -9,7 +9,7 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def _amount(text: str, unit: str, scale: float = 1.0) -> float:
+def _parse_amount(text: str, unit: str, scale: float = 1.0) -> float:
     """Parse a number with a decimal prefix; its unit may be omitted."""
     word = text.strip()
     if word.lower().endswith(unit.lower()):
@@ -24,22 +24,22 @@ def _amount(text: str, unit: str, scale: float = 1.0) -> float:
     return value
 
 
-def size(text: str) -> float:
+def parse_size(text: str) -> float:
     """Parse a size in bytes."""
-    return _amount(text, "B")
+    return _parse_amount(text, "B")
 
 
-def rate(text: str) -> float:
+def parse_rate(text: str) -> float:
     """Parse a rate given in bits per second; return bytes per second.
 
     A bare number is refused: users who write 100 mean Gbps.
     """
     if not text.strip()[-1:].isalpha():
         raise argparse.ArgumentTypeError(f"{text!r} has no unit: give one, such as 100Gbps")
-    return _amount(text, "bps", 1 / 8)
+    return _parse_amount(text, "bps", 1 / 8)
 
 
-def span(text: str) -> float:
+def parse_span(text: str) -> float:
     """Parse a time span with its unit, such as 90m, 8h or 3d; return seconds."""
     seconds = _SPANS.get(text[-1:], 0) * (int(text[:-1]) if text[:-1].isascii() and text[:-1].isdecimal() else 0)
     if not 0 < seconds < 1e10:
@@ -47,7 +47,7 @@ def span(text: str) -> float:
     return float(seconds)
 
 
-def count(least: int, most: int) -> Callable[[str], int]:
+def build_count_parser(least: int, most: int) -> Callable[[str], int]:
     """Return a parser for whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
@@ -58,7 +58,7 @@ def count(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def number(least: float, most: float) -> Callable[[str], float]:
+def build_number_parser(least: float, most: float) -> Callable[[str], float]:
     """Return a parser for numbers from `least` to `most`."""
 
     def parse(text: str) -> float:
@@ -77,7 +77,7 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     """Add the option of `plan` and `simulate` for the tier's rate."""
     parser.add_argument(
         "--storage",
-        type=rate,
+        type=parse_rate,
         default=2.5e9,
         metavar="RATE",
         help="of the storage, for all nodes together, in bits/s (default: 20Gbps)",

@@ -47,7 +47,7 @@ class SiteJobs:
     who: pwd.struct_passwd
     directory: Path
 
-    def as_user(self, argv: list[str]) -> str:
+    def run_as_user(self, argv: list[str]) -> str:
         """Run a command as the user. Return its output.
 
         Raises:
@@ -76,11 +76,11 @@ class SiteJobs:
     def submit(self, label: str, partition: str, options: list[str], more: list[str]) -> demo.TrainingRun:
         """Submit one training on nodes of its own."""
         directory = self.directory / label
-        self.as_user(["/bin/mkdir", "-p", str(directory)])
-        files = [str(path) for path in demo.example().iterdir() if path.is_file()]
-        self.as_user(["/bin/cp", "--", *files, str(directory)])
+        self.run_as_user(["/bin/mkdir", "-p", str(directory)])
+        files = [str(path) for path in demo.find_examples().iterdir() if path.is_file()]
+        self.run_as_user(["/bin/cp", "--", *files, str(directory)])
         training = [*SMALL, "--steps", str(STEPS), "--log", str(directory / "loss.jsonl"), *more]
-        job = self.as_user(
+        job = self.run_as_user(
             [
                 *(find_tool("sbatch"), "--parsable", f"--partition={partition}", f"-N{JOB_NODES}", "--exclusive"),
                 *("--requeue", f"--time={MINUTES}", "--job-name=gemini-canary", f"--chdir={directory}"),
@@ -94,7 +94,7 @@ class SiteJobs:
         job = self.facts.ask_slurm(lambda slurm: slurm.read_job(job_id))
         return {"JobState": job.state}
 
-    def nodes(self, job_id: int) -> tuple[str, ...]:
+    def list_nodes(self, job_id: int) -> tuple[str, ...]:
         """Return the job's nodes, the batch host first."""
         return self.facts.ask_slurm(lambda slurm: slurm.read_job(job_id)).nodes
 
@@ -139,7 +139,7 @@ def run(facts: HostFacts, partition: str, user: str, yes: bool) -> int:
     show = demo.Show()
     try:
         if not os.geteuid() and (earlier := canary.left()) is not None:
-            show.title(f"an earlier canary has left {earlier.node} taken away: it is brought back first")
+            show.print_title(f"an earlier canary has left {earlier.node} taken away: it is brought back first")
             if not canary.undo(earlier, show.say):
                 return 1
         settings, who, idle = prepare(facts, partition, user)
@@ -152,63 +152,63 @@ def run(facts: HostFacts, partition: str, user: str, yes: bool) -> int:
             return 1
         directory = Path(who.pw_dir) / f"gemini-canary-{secrets.token_hex(4)}"
         site = SiteJobs(facts, who, directory)
-        _canary(site, partition, settings.canary_program, show)
-        site.as_user(["/bin/rm", "-r", "--", str(directory)])
-        show.title("done: the job lost a node and nothing else")
+        _run_jobs(site, partition, settings.canary_program, show)
+        site.run_as_user(["/bin/rm", "-r", "--", str(directory)])
+        show.print_title("done: the job lost a node and nothing else")
         return 0
     except (RefusedError, Unavailable, SlurmError, demo.DemoFailed, EOFError) as exc:
         show.say(f"gemini-hpc doctor: canary: {str(exc) or 'no answer to the question'}")
         return 1
 
 
-def _canary(site: SiteJobs, partition: str, program: str, show: demo.Show) -> None:
-    show.title(f"the reference: {STEPS} iterations without replicas or disturbance")
+def _run_jobs(site: SiteJobs, partition: str, program: str, show: demo.Show) -> None:
+    show.print_title(f"the reference: {STEPS} iterations without replicas or disturbance")
     reference = site.submit("reference", partition, [], [])
     try:
-        demo.wait(reference, show, "reference run", lambda: reference.state == "COMPLETED", START_S + END_S)
-        show.title("the canary: the same job with --gemini-replicas=2")
+        demo.wait_until(reference, show, "reference run", lambda: reference.state == "COMPLETED", START_S + END_S)
+        show.print_title("the canary: the same job with --gemini-replicas=2")
         run = site.submit("canary", partition, ["--gemini-replicas=2"], ["--iteration-s", str(ITERATION_S)])
     finally:
-        _cancel(reference)
+        _cancel_job(reference)
     try:
-        demo.wait(run, show, "training", lambda: run.step() >= TAKEN_AT, START_S)
-        victim = site.nodes(run.id)[-1]
+        demo.wait_until(run, show, "training", lambda: run.read_step() >= TAKEN_AT, START_S)
+        victim = site.list_nodes(run.id)[-1]
         taken = canary.Taken(victim, run.id, program, clock.time())
         guard = canary.Guard(taken)
         undone = False
         try:
-            _take_away(site, run, taken, show)
-            demo.wait(run, show, f"{victim} is gone", lambda: demo.recovered(run, 1), BACK_S)
-            show.title("training goes on")
-            demo.wait(run, show, "training", lambda: run.state == "COMPLETED", END_S)
-            document = _inspect(run)
+            _stop_node(site, run, taken, show)
+            demo.wait_until(run, show, f"{victim} is gone", lambda: demo.has_recovered(run, 1), BACK_S)
+            show.print_title("training goes on")
+            demo.wait_until(run, show, "training", lambda: run.state == "COMPLETED", END_S)
+            document = _inspect_job(run)
         finally:
-            show.title("bringing the node back")
+            show.print_title("bringing the node back")
             undone = guard.undo()
         _show_timeline(reference, run, document, show)
         if not undone:
             raise demo.DemoFailed(f"{victim} is not back")
     finally:
-        _cancel(run)
+        _cancel_job(run)
 
 
-def _take_away(site: SiteJobs, run: demo.TrainingRun, taken: canary.Taken, show: demo.Show) -> None:
+def _stop_node(site: SiteJobs, run: demo.TrainingRun, taken: canary.Taken, show: demo.Show) -> None:
     run.cut_at.append(clock.time())
     if problem := canary.call(taken.program, "stop", taken.node, taken.job):
         raise demo.DemoFailed(problem)
-    show.title(f"*** agent and slurmd of {taken.node} stopped, in iteration {run.step() + 1} ***")
+    show.print_title(f"*** agent and slurmd of {taken.node} stopped, in iteration {run.read_step() + 1} ***")
     end = clock.monotonic() + NOTICED_S
     while clock.monotonic() < end:
-        if any(e["name"] == "detected" and e["host"] == taken.node for e in _inspect(run)["events"]):
+        if any(e["name"] == "detected" and e["host"] == taken.node for e in _inspect_job(run)["events"]):
             break
         clock.sleep(0.5)
     node = site.facts.ask_slurm(Slurm.read_nodes)[taken.node]
     if not node.is_down:
         site.facts.ask_slurm(lambda slurm: slurm.set_node_down(taken.node, taken.reason))
-        show.title(f"{taken.node} set DOWN, as Slurm does it after SlurmdTimeout")
+        show.print_title(f"{taken.node} set DOWN, as Slurm does it after SlurmdTimeout")
 
 
-def _inspect(run: demo.TrainingRun) -> dict[str, Any]:
+def _inspect_job(run: demo.TrainingRun) -> dict[str, Any]:
     argv = [sys.executable, "-I", "-m", "gemini_hpc.cli.main", "inspect", str(run.id), "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60.0, check=False)
     if done.returncode:
@@ -220,17 +220,17 @@ def _inspect(run: demo.TrainingRun) -> dict[str, Any]:
 def _show_timeline(
     reference: demo.TrainingRun, run: demo.TrainingRun, document: dict[str, Any], show: demo.Show
 ) -> None:
-    first = min(line["time"] for line in run.lines() if line.get("restart") == 1 and "step" in line)
-    story = demo.timeline(document, run.cut_at[0], 1, first)
+    first = min(line["time"] for line in run.read_log() if line.get("restart") == 1 and "step" in line)
+    story = demo.build_timeline(document, run.cut_at[0], 1, first)
     show.say("Timeline (seconds after the node was taken away):")
     for t, text, detail in story.rows:
         show.say(f"  {t:6.2f}  {text:<34} {detail[:80]}")
-    show.say(f"  completed iterations repeated: {demo.lost(run, 1)}")
-    compared, trouble = demo.compare(reference, run)
+    show.say(f"  completed iterations repeated: {demo.count_repeated(run, 1)}")
+    compared, trouble = demo.compare_runs(reference, run)
     if trouble:
         raise demo.DemoFailed("; ".join(trouble[:5]))
     show.say(f"{compared} losses, the final parameters and the optimizer states: identical bits in both runs.")
 
 
-def _cancel(run: demo.TrainingRun) -> None:
+def _cancel_job(run: demo.TrainingRun) -> None:
     subprocess.run([find_tool("scancel"), str(run.id)], capture_output=True, timeout=60.0, check=False)

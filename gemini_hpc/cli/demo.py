@@ -76,7 +76,7 @@ class TrainingRun:
     steps: int
     cut_at: list[float] = field(default_factory=list)
 
-    def lines(self) -> list[dict[str, Any]]:
+    def read_log(self) -> list[dict[str, Any]]:
         """Return rank 0's log: one object per iteration, then one with digests.
 
         The file is a user's and the reader is root: no link is followed, no pipe is waited for.
@@ -97,16 +97,16 @@ class TrainingRun:
             raise DemoFailed(f"{path} is no log of a training: a line is no JSON object")
         return found
 
-    def step(self) -> int:
+    def read_step(self) -> int:
         """Return the last iteration that rank 0 has finished."""
-        return max((line["step"] for line in self.lines() if "step" in line), default=0)
+        return max((line["step"] for line in self.read_log() if "step" in line), default=0)
 
     @property
     def state(self) -> str:
         """Return the job's state in Slurm."""
         return self.cluster.job(self.id).get("JobState", "UNKNOWN")
 
-    def output(self) -> str:
+    def read_output(self) -> str:
         """Return the batch script's output."""
         path = self.directory / "out"
         return path.read_text() if path.exists() else ""
@@ -132,11 +132,11 @@ class Show:
         self._wipe()
         print(text, flush=True)
 
-    def title(self, text: str) -> None:
+    def print_title(self, text: str) -> None:
         """Print a heading with the time since the start."""
         self.say(f"[{clock.monotonic() - self._began:5.1f} s] {text}")
 
-    def progress(self, done: int, total: int, note: str) -> None:
+    def draw_progress(self, done: int, total: int, note: str) -> None:
         """Show a bar that is overwritten; without a terminal, print a line at each fifth of the way."""
         if self._live:
             filled = _BAR * done // max(1, total)
@@ -155,7 +155,7 @@ class Show:
             self._last = ""
 
 
-def example() -> Path:
+def find_examples() -> Path:
     """Return the directory of the examples."""
     import gemini_hpc
 
@@ -166,10 +166,10 @@ def example() -> Path:
     raise DemoFailed("the examples are not installed with this package")
 
 
-def _submit(cluster: Cluster, label: str, args: argparse.Namespace, options: list[str]) -> DemoRun:
+def _submit_job(cluster: Cluster, label: str, args: argparse.Namespace, options: list[str]) -> DemoRun:
     directory = cluster.home(USER) / label
     directory.mkdir()
-    for path in example().iterdir():
+    for path in find_examples().iterdir():
         if path.is_file():
             shutil.copy(path, directory / path.name)
             (directory / path.name).chmod(0o755)
@@ -184,7 +184,7 @@ def _submit(cluster: Cluster, label: str, args: argparse.Namespace, options: lis
 USER_UID = 5001
 
 
-def wait(run: TrainingRun, show: Show, note: str, until: Callable[[], bool], timeout_s: float) -> None:
+def wait_until(run: TrainingRun, show: Show, note: str, until: Callable[[], bool], timeout_s: float) -> None:
     """Wait until something is true of a job.
 
     Raises:
@@ -193,35 +193,35 @@ def wait(run: TrainingRun, show: Show, note: str, until: Callable[[], bool], tim
     deadline = clock.monotonic() + timeout_s
     while not until():
         if clock.monotonic() > deadline:
-            raise DemoFailed(f"job {run.id}: {note}: not within {timeout_s:g} s\n{run.output()[-3000:]}")
+            raise DemoFailed(f"job {run.id}: {note}: not within {timeout_s:g} s\n{run.read_output()[-3000:]}")
         state = run.state
         if state in _ENDED and not until():
             if state != "COMPLETED":
-                raise DemoFailed(f"job {run.id} ended as {state}\n{run.output()[-3000:]}")
+                raise DemoFailed(f"job {run.id} ended as {state}\n{run.read_output()[-3000:]}")
             return
-        show.progress(run.step(), run.steps, f"{note} ({state.lower()})")
+        show.draw_progress(run.read_step(), run.steps, f"{note} ({state.lower()})")
         clock.sleep(0.1)
 
 
-def _inspect(run: DemoRun, *options: str) -> str:
+def _inspect_job(run: DemoRun, *options: str) -> str:
     done = run.cluster.run(["gemini-hpc", "inspect", str(run.id), *options], user=USER, timeout_s=20)
     if done.returncode:
         raise DemoFailed(f"gemini-hpc inspect {run.id}: {done.stderr.strip()}")
     return done.stdout
 
 
-def _cut(run: DemoRun, args: argparse.Namespace, show: Show) -> str:
+def _cut_power(run: DemoRun, args: argparse.Namespace, show: Show) -> str:
     hosts = run.cluster.run(["scontrol", "show", "hostnames", run.cluster.job(run.id)["NodeList"]]).stdout.split()
     victim = hosts[0] if args.victim == "batch-host" else hosts[1]
     run.cut_at.append(clock.time())
     run.cluster.power_off(victim)
-    show.title(f"*** power of {victim} cut, in iteration {run.step() + 1} ***")
+    show.print_title(f"*** power of {victim} cut, in iteration {run.read_step() + 1} ***")
     return victim
 
 
-def recovered(run: TrainingRun, restart: int) -> bool:
+def has_recovered(run: TrainingRun, restart: int) -> bool:
     """Return whether this incarnation has finished an iteration."""
-    return any(line.get("restart") == restart and "step" in line for line in run.lines())
+    return any(line.get("restart") == restart and "step" in line for line in run.read_log())
 
 
 _TIMELINE = (
@@ -250,7 +250,7 @@ class RecoveryTimeline:
     own_s: float
 
 
-def timeline(document: dict[str, Any], cut: float, restart: int, first_step: float) -> RecoveryTimeline:
+def build_timeline(document: dict[str, Any], cut: float, restart: int, first_step: float) -> RecoveryTimeline:
     """Return the events of the recovery into incarnation `restart`, and our own share of its length.
 
     Our own share consists of these parts:
@@ -286,17 +286,17 @@ def timeline(document: dict[str, Any], cut: float, restart: int, first_step: flo
     return RecoveryTimeline(tuple(sorted(rows)), total, own)
 
 
-def compare(reference: TrainingRun, run: TrainingRun) -> tuple[int, list[str]]:
+def compare_runs(reference: TrainingRun, run: TrainingRun) -> tuple[int, list[str]]:
     """Return the number of compared iterations and the list of differences."""
-    wanted = {line["step"]: line["loss"] for line in reference.lines() if "step" in line}
+    wanted = {line["step"]: line["loss"] for line in reference.read_log() if "step" in line}
     trouble = []
-    for line in run.lines():
+    for line in run.read_log():
         if "step" in line and wanted.get(line["step"]) != line["loss"]:
             trouble.append(f"loss of iteration {line['step']} (restart {line['restart']}) differs")
-    seen = {line["step"] for line in run.lines() if "step" in line}
+    seen = {line["step"] for line in run.read_log() if "step" in line}
     if seen != set(wanted) or len(wanted) != reference.steps:
         trouble.append(f"{len(seen)} and {len(wanted)} iterations, wanted {reference.steps}")
-    digests = [[line["final"] for line in r.lines() if "final" in line] for r in (reference, run)]
+    digests = [[line["final"] for line in r.read_log() if "final" in line] for r in (reference, run)]
     if not digests[0] or digests[0][-1:] != digests[1][-1:]:
         trouble.append("final parameters or optimizer states differ")
     return len(seen), trouble
@@ -314,12 +314,12 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--json {args.json}: no such directory")
     show = Show()
     try:
-        show.title("starting 5 nodes: slurmctld, slurmd, munged, and the gemini controller")
+        show.print_title("starting 5 nodes: slurmctld, slurmd, munged, and the gemini controller")
         # Each cut fences a node, so the default budget would end a longer demonstration halfway.
         settings = {"fence_budget_nodes": args.cuts} if args.cuts > 2 else {}
         cluster = Cluster.up(args.name, nodes=5, profile=args.profile, settings=settings, replace=True)
         try:
-            return _demo(cluster, args, show)
+            return _run_jobs(cluster, args, show)
         finally:
             if args.keep:
                 show.say(f"The cluster is still there: gemini-hpc devcluster status --name {args.name}")
@@ -332,35 +332,37 @@ def run(args: argparse.Namespace) -> int:
     return 1
 
 
-def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
-    show.title(f"the reference: sbatch -N3 job.sh, {args.steps} iterations without replicas or disturbance")
-    reference = _submit(cluster, "reference", args, [])
-    wait(reference, show, "reference run", lambda: reference.state == "COMPLETED", 180)
+def _run_jobs(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
+    show.print_title(f"the reference: sbatch -N3 job.sh, {args.steps} iterations without replicas or disturbance")
+    reference = _submit_job(cluster, "reference", args, [])
+    wait_until(reference, show, "reference run", lambda: reference.state == "COMPLETED", 180)
 
-    show.title("the main job: sbatch --requeue -N3 --gemini-replicas=2 job.sh")
-    main = _submit(cluster, "main", args, ["--gemini-replicas=2"])
+    show.print_title("the main job: sbatch --requeue -N3 --gemini-replicas=2 job.sh")
+    main = _submit_job(cluster, "main", args, ["--gemini-replicas=2"])
     span = args.steps // (args.cuts + 1)
     figures: dict[str, Any] = {"cuts": []}
     before = ""
     for number in range(1, args.cuts + 1):
         goal = span * number
-        wait(main, show, "training", lambda goal=goal: main.step() >= goal, 120)  # type: ignore[misc]
-        before = _inspect(main)
-        victim = _cut(main, args, show)
-        wait(main, show, f"{victim} is dead", lambda n=number: recovered(main, n), 90)  # type: ignore[misc]
-        show.title("training goes on")
+        wait_until(main, show, "training", lambda goal=goal: main.read_step() >= goal, 120)  # type: ignore[misc]
+        before = _inspect_job(main)
+        victim = _cut_power(main, args, show)
+        wait_until(main, show, f"{victim} is dead", lambda n=number: has_recovered(main, n), 90)  # type: ignore[misc]
+        show.print_title("training goes on")
         if number < args.cuts:
             cluster.power_on(victim)
             cluster.resume(victim)
     first_steps = {
-        n: min(line["time"] for line in main.lines() if line.get("restart") == n and "step" in line)
+        n: min(line["time"] for line in main.read_log() if line.get("restart") == n and "step" in line)
         for n in range(1, args.cuts + 1)
     }
     clock.sleep(0.5)
-    after = _inspect(main)
-    document = json.loads(_inspect(main, "--json"))
-    wait(main, show, "training", lambda: main.state == "COMPLETED", 180)
-    document["events"] += [e for e in json.loads(_inspect(main, "--json"))["events"] if e not in document["events"]]
+    after = _inspect_job(main)
+    document = json.loads(_inspect_job(main, "--json"))
+    wait_until(main, show, "training", lambda: main.state == "COMPLETED", 180)
+    document["events"] += [
+        e for e in json.loads(_inspect_job(main, "--json"))["events"] if e not in document["events"]
+    ]
 
     show.say()
     show.say("gemini-hpc inspect, before the cut:")
@@ -370,17 +372,17 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
     failed = []
     for number in range(1, args.cuts + 1):
         cut, first = main.cut_at[number - 1], first_steps[number]
-        line = timeline(document, cut, number, first)
+        line = build_timeline(document, cut, number, first)
         show.say(f"Timeline of recovery {number} (seconds after the power cut):")
         for t, text, detail in line.rows:
             show.say(f"  {t:6.2f}  {text:<34} {detail[:80]}")
-        repeated = lost(main, number)
+        repeated = count_repeated(main, number)
         show.say(f"  power cut to first new iteration: {line.total_s:.2f} s ({line.own_s:.2f} s of it in gemini-hpc)")
         show.say(f"  completed iterations repeated: {repeated}")
         figures["cuts"].append({"total_s": line.total_s, "own_s": line.own_s, "lost": repeated, "rows": line.rows})
         if repeated not in (0, 1):
             failed.append(f"recovery {number} repeated {repeated} completed iterations, at most 1 is allowed")
-    compared, trouble = compare(reference, main)
+    compared, trouble = compare_runs(reference, main)
     failed += trouble
     if not trouble:
         show.say(f"{compared} losses, the final parameters and the optimizer states: identical bits in both runs.")
@@ -389,14 +391,14 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
         Path(args.json).write_text(json.dumps(figures, indent=1))
     if failed:
         raise DemoFailed("; ".join(failed[:5]))
-    show.title("done: the job lost a node and nothing else")
+    show.print_title("done: the job lost a node and nothing else")
     return 0
 
 
-def lost(run: TrainingRun, restart: int) -> int:
+def count_repeated(run: TrainingRun, restart: int) -> int:
     """Return the number of completed iterations that this recovery had to repeat."""
-    old = max((line["step"] for line in run.lines() if "step" in line and line["restart"] < restart), default=0)
-    new = min(line["step"] for line in run.lines() if "step" in line and line["restart"] == restart)
+    old = max((line["step"] for line in run.read_log() if "step" in line and line["restart"] < restart), default=0)
+    new = min(line["step"] for line in run.read_log() if "step" in line and line["restart"] == restart)
     return int(max(0, old - new + 1))
 
 

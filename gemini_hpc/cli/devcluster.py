@@ -88,18 +88,18 @@ def register(subparsers: _Subparsers) -> None:
     _register_nodes(verbs)
 
 
-def _add(
+def _add_verb(
     verbs: _Subparsers, verb: str, sentence: str, action: Callable[[Any], int], **more: Any
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(verb, help=sentence, description=f"{sentence}.", **more)
-    parser.set_defaults(func=_guarded(action))
+    parser.set_defaults(func=_report_errors(action))
     if verb != "list":
         parser.add_argument("--name", default="dev", help="which cluster (default: dev)")
     return parser
 
 
 def _register_life(verbs: _Subparsers) -> None:
-    up = _add(verbs, "up", "Start a cluster and wait until all its nodes are idle", _up)
+    up = _add_verb(verbs, "up", "Start a cluster and wait until all its nodes are idle", _start_cluster)
     up.add_argument("--nodes", type=int, default=5, metavar="K", help="nodes n1..nK (default: 5)")
     meanings = "; ".join(f"{profile.name}: {profile.sentence}" for profile in profiles.PROFILES.values())
     up.add_argument("--profile", default="fast", help=f"{meanings} (default: fast)")
@@ -117,27 +117,27 @@ def _register_life(verbs: _Subparsers) -> None:
         metavar="KEY=VALUE",
         help="a key of the cluster's gemini.toml, e.g. heartbeat_s=0.5 (repeatable)",
     )
-    _add(verbs, "down", "End a cluster and remove every trace of it, even after a crash", _down)
-    shown = _add(verbs, "status", "Show a cluster's nodes, their power and Slurm's view of them", _status)
+    _add_verb(verbs, "down", "End a cluster and remove every trace of it, even after a crash", _remove_cluster)
+    shown = _add_verb(verbs, "status", "Show a cluster's nodes, their power and Slurm's view of them", _show_status)
     shown.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    _add(verbs, "list", "List the clusters of this machine", _list)
+    _add_verb(verbs, "list", "List the clusters of this machine", _list_clusters)
 
 
 def _register_commands(verbs: _Subparsers) -> None:
     usage = "%(prog)s [-h] [--name NAME] [--user USER]"
-    run = _add(
+    run = _add_verb(
         verbs,
         "run",
         "Run a command on the controller host",
-        _run,
+        _run_command,
         words_before_command=0,
         usage=f"{usage} [--] CMD ...",
     )
-    execute = _add(
+    execute = _add_verb(
         verbs,
         "exec",
         "Run a command on a node",
-        _run,
+        _run_command,
         words_before_command=1,
         usage=f"{usage}\n           NODE [--] CMD ...",
     )
@@ -145,11 +145,11 @@ def _register_commands(verbs: _Subparsers) -> None:
     run.set_defaults(node=None)
     for parser in (run, execute):
         parser.add_argument("--user", help="as this user, in their home (default: root)")
-    sbatch = _add(
+    sbatch = _add_verb(
         verbs,
         "sbatch",
         "Submit a job on the controller host; a script from this machine is copied into the user's home",
-        _sbatch,
+        _submit_job,
         words_before_command=0,
         usage=f"{usage}\n           [--] SBATCH-ARGUMENT ...",
     )
@@ -157,16 +157,16 @@ def _register_commands(verbs: _Subparsers) -> None:
 
 
 def _register_nodes(verbs: _Subparsers) -> None:
-    off = _add(verbs, "power-off", "Cut a node's power; its peers hear nothing more from it", _power_off)
+    off = _add_verb(verbs, "power-off", "Cut a node's power; its peers hear nothing more from it", _cut_power)
     off.add_argument("--reset", action="store_true", help="let its peers see their connections closed first")
-    on = _add(
+    on = _add_verb(
         verbs,
         "power-on",
         "Start a node again, with empty memory; Slurm may still show it as DOWN (see resume)",
-        _power_on,
+        _start_node,
     )
-    resume = _add(verbs, "resume", "Take a node out of DOWN and DRAIN", _resume)
-    shape = _add(verbs, "shape", "Limit a node's link in both directions", _shape)
+    resume = _add_verb(verbs, "resume", "Take a node out of DOWN and DRAIN", _resume_node)
+    shape = _add_verb(verbs, "shape", "Limit a node's link in both directions", _limit_link)
     shape.add_argument("--rate", required=True, help="1gbit, 200mbit, ... or off")
     for parser in (off, on, resume, shape):
         parser.add_argument("node", metavar="NODE")
@@ -174,43 +174,43 @@ def _register_nodes(verbs: _Subparsers) -> None:
 
 
 def _register_chaos(verbs: _Subparsers) -> None:
-    storm = _add(
+    storm = _add_verb(
         verbs,
         "chaos",
         "Cut the power of random nodes with jobs, and give it back",
-        _chaos,
+        _run_chaos,
         epilog="One line for each event: begin, cut, on (power again), back (in service again), none (no node to cut "
         "runs a job), stuck (a node does not come back), end. At the end, and after Ctrl-C, every node gets its "
         "power back.",
     )
     pace = storm.add_mutually_exclusive_group(required=True)
     pace.add_argument(
-        "--mtbf", type=_seconds, metavar="SECONDS", help="mean time between two cuts, exponentially distributed"
+        "--mtbf", type=_parse_seconds, metavar="SECONDS", help="mean time between two cuts, exponentially distributed"
     )
-    pace.add_argument("--every", type=_seconds, metavar="SECONDS", help="the same time between any two cuts")
+    pace.add_argument("--every", type=_parse_seconds, metavar="SECONDS", help="the same time between any two cuts")
     storm.add_argument(
         "--repair",
-        type=_seconds,
+        type=_parse_seconds,
         default=30.0,
         metavar="SECONDS",
         help="from a cut until the node has power again; then Slurm is told to use it (default: 30)",
     )
     storm.add_argument(
-        "--duration", type=_seconds, metavar="SECONDS", help="end after so long (default: when no job is left)"
+        "--duration", type=_parse_seconds, metavar="SECONDS", help="end after so long (default: when no job is left)"
     )
     storm.add_argument("--seed", type=int, metavar="N", help="the same moments and choices each time")
     storm.add_argument("--spare", nargs="+", default=[], metavar="NODE", help="nodes that are never cut")
     storm.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"wanted a number of seconds above 0, found {text}")
     return value
 
 
-def _guarded(action: Callable[[Any], int]) -> Callable[[Any], int]:
+def _report_errors(action: Callable[[Any], int]) -> Callable[[Any], int]:
     """Wrap a verb so that its errors become one line and an exit status."""
 
     def call(args: Any) -> int:
@@ -230,7 +230,7 @@ def _guarded(action: Callable[[Any], int]) -> Callable[[Any], int]:
     return call
 
 
-def _up(args: Any) -> int:
+def _start_cluster(args: Any) -> int:
     cluster = Cluster.up(
         args.name,
         args.nodes,
@@ -239,7 +239,7 @@ def _up(args: Any) -> int:
         memory_mb=args.memory_mb,
         site=not args.no_site,
         controller=not args.no_controller,
-        settings=dict(_setting(text) for text in args.set),
+        settings=dict(_parse_setting(text) for text in args.set),
         replace=args.replace,
     )
     print(f"cluster {cluster.name}: {len(cluster.node_names)} nodes idle after {cluster.ready_s:.2f} s")
@@ -253,7 +253,7 @@ def _up(args: Any) -> int:
     return 0
 
 
-def _setting(text: str) -> tuple[str, Setting]:
+def _parse_setting(text: str) -> tuple[str, Setting]:
     """Parse KEY=VALUE with a TOML value; a value that is no TOML is a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
@@ -265,64 +265,64 @@ def _setting(text: str) -> tuple[str, Setting]:
     return key, parsed
 
 
-def _down(args: Any) -> int:
+def _remove_cluster(args: Any) -> int:
     requirements.check_root()
     found = teardown.down(ClusterFiles(args.name))
     print(f"cluster {args.name}: {'gone' if found else 'there was none'}")
     return 0
 
 
-def _status(args: Any) -> int:
+def _show_status(args: Any) -> int:
     shown = Cluster.attach(args.name).status()
     print(msgspec.json.encode(shown).decode() if args.json else shown)
     return 0
 
 
-def _list(args: Any) -> int:
+def _list_clusters(args: Any) -> int:
     for name, alive in status.names().items():
         print(f"{name}\t{'running' if alive else f'dead: gemini-hpc devcluster down --name {name}'}")
     return 0
 
 
-def _run(args: Any) -> int:
-    return _become(Cluster.attach(args.name), args.command, args.user, args.node)
+def _run_command(args: Any) -> int:
+    return _exec_command(Cluster.attach(args.name), args.command, args.user, args.node)
 
 
-def _sbatch(args: Any) -> int:
+def _submit_job(args: Any) -> int:
     cluster = Cluster.attach(args.name)
-    return _become(cluster, ["sbatch", *cluster.stage_script(args.command, args.user)], args.user, None)
+    return _exec_command(cluster, ["sbatch", *cluster.stage_script(args.command, args.user)], args.user, None)
 
 
-def _become(cluster: Cluster, command: Sequence[str], user: str | None, node: str | None) -> NoReturn:
+def _exec_command(cluster: Cluster, command: Sequence[str], user: str | None, node: str | None) -> NoReturn:
     """Replace this process by the command, which then owns terminal, signals and exit status."""
     terminal = {"TERM": os.environ["TERM"]} if "TERM" in os.environ else {}
     argv, env = cluster.command(command, user, terminal, node=node)
     os.execve(argv[0], argv, env)
 
 
-def _power_off(args: Any) -> int:
+def _cut_power(args: Any) -> int:
     Cluster.attach(args.name).power_off(args.node, args.reset)
     return 0
 
 
-def _power_on(args: Any) -> int:
+def _start_node(args: Any) -> int:
     cluster, began = Cluster.attach(args.name), clock.monotonic()
     cluster.power_on(args.node)
     print(f"{args.node}: registered after {clock.monotonic() - began:.2f} s, {cluster.node_state(args.node)}")
     return 0
 
 
-def _resume(args: Any) -> int:
+def _resume_node(args: Any) -> int:
     Cluster.attach(args.name).resume(args.node)
     return 0
 
 
-def _shape(args: Any) -> int:
+def _limit_link(args: Any) -> int:
     Cluster.attach(args.name).shape(args.node, None if args.rate == "off" else args.rate)
     return 0
 
 
-def _chaos(args: Any) -> int:
+def _run_chaos(args: Any) -> int:
     def print_event(event: chaos.ChaosEvent) -> None:
         print(msgspec.json.encode(event).decode() if args.json else event, flush=True)
 

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> frame.Result | int:
 
         return canary.run(facts, args.canary, args.user, args.yes)
     if args.cluster:
-        return _cluster(facts, args)
+        return _examine_cluster(facts, args)
     findings = list(examine(facts, args.only))
     status = WRONG if any(f.status == "wrong" for f in findings) else OK
     try:
@@ -94,18 +94,18 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     except ConfigError as exc:
         frame.print_error("doctor", str(exc))
         status = UNUSABLE
-    for name in _accepted_of_no_check(facts, known):
+    for name in _list_unknown_warnings(facts, known):
         frame.print_error("doctor", f"accepted_warnings names no check: {name[:60]!r}")
-    roles, slurm = sorted(_roles(facts)), _release(facts)
+    roles, slurm = sorted(_read_roles(facts)), _read_release(facts)
     d = report.document(findings, facts.here, roles, user(facts.uid), slurm, status, clock.time())
     result = frame.Result(d, lambda d: report.text(d, columns.measure_width()), status)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
-        print(result.text(args.json), flush=True)
+        print(result.format(args.json), flush=True)
         os._exit(status)  # a hanging check would hold up the end of this process
     return result
 
 
-def _cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result:
+def _examine_cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result:
     from gemini_hpc.doctor import cluster
     from gemini_hpc.doctor.finding import Unavailable
     from gemini_hpc.report import columns
@@ -127,7 +127,7 @@ def _cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result:
     return frame.Result(d, lambda _: text, d["status"])
 
 
-def _accepted_of_no_check(facts: HostFacts, known: set[str]) -> list[str]:
+def _list_unknown_warnings(facts: HostFacts, known: set[str]) -> list[str]:
     from gemini_hpc.doctor.finding import Unavailable
 
     try:
@@ -136,7 +136,7 @@ def _accepted_of_no_check(facts: HostFacts, known: set[str]) -> list[str]:
         return []
 
 
-def _roles(facts: HostFacts) -> frozenset[str]:
+def _read_roles(facts: HostFacts) -> frozenset[str]:
     from gemini_hpc.doctor.finding import Unavailable
 
     try:
@@ -145,7 +145,7 @@ def _roles(facts: HostFacts) -> frozenset[str]:
         return frozenset(("login",))
 
 
-def _release(facts: HostFacts) -> str:
+def _read_release(facts: HostFacts) -> str:
     from gemini_hpc.doctor.finding import Unavailable
 
     try:

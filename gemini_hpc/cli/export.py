@@ -56,13 +56,13 @@ def register(verbs: frame.Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export the version and return the exit status 0."""
-    where, manifest = _find(args)
-    with _made(args.output) as temporary:
+    where, manifest = _find_version(args)
+    with _publish_output(args.output) as temporary:
         print(
             f"version {manifest.stamp[1]} of job {manifest.job}, training {manifest.training}: {manifest.world} ranks"
         )
         try:
-            count = _write(where, manifest, args.format, temporary, args.output)
+            count = _write_export(where, manifest, args.format, temporary, args.output)
         except ImportError as error:
             raise UserError(
                 f"{args.format} needs a package that is not here: {error}; the extra [export] has all"
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 # ---- finding the version --------------------------------------------------------------------------------
 
 
-def _find(args: argparse.Namespace) -> tuple[str, VersionManifest]:
+def _find_version(args: argparse.Namespace) -> tuple[str, VersionManifest]:
     """Return directory and manifest of a version. Raises UserError, ValueError, OSError."""
     from gemini_hpc.tier.find import find
 
@@ -105,8 +105,8 @@ def find_directory(what: str, tier: str, config: str) -> str:
     job, at, name = what.partition("@")
     if not _JOB.fullmatch(job):
         return what
-    number = frame.raw_id(job)
-    where = tier or _site_tier(config, job)
+    number = frame.find_raw_id(job)
+    where = tier or _find_site_tier(config, job)
     names = job_directory.list_names(where, number) if os.path.isdir(where) else []
     if len(names) > 1:
         raise UserError(
@@ -119,7 +119,7 @@ def _report_skipped(said: str) -> None:
     frame.print_error("export", f"passed over: {said}")
 
 
-def _site_tier(config: str, job: str) -> str:
+def _find_site_tier(config: str, job: str) -> str:
     from gemini_hpc.agent.tier.choice import resolve_site_tier
 
     found = resolve_site_tier(load(config).tier, os.getuid())
@@ -132,7 +132,7 @@ def _site_tier(config: str, job: str) -> str:
 
 
 @contextmanager
-def _made(output: str) -> Iterator[str]:
+def _publish_output(output: str) -> Iterator[str]:
     """Yield a temporary path beside OUT, and publish it as OUT if the block succeeds.
 
     OUT appears only when all of it is on disk. If the block fails, the temporary path is removed. Raises
@@ -151,13 +151,13 @@ def _made(output: str) -> Iterator[str]:
     try:
         temporary = f"{inside}/{name}"
         yield temporary
-        with _as_user_error(output):
+        with _convert_errors(output):
             publish.publish(temporary, parent, name)
     finally:
         shutil.rmtree(inside, ignore_errors=True)
 
 
-def _write(where: str, manifest: VersionManifest, form: str, path: str, output: str) -> int:
+def _write_export(where: str, manifest: VersionManifest, form: str, path: str, output: str) -> int:
     """Write the version and return its number of tensors.
 
     Raises UserError, and OSError or ValueError if the version cannot be read.
@@ -172,27 +172,27 @@ def _write(where: str, manifest: VersionManifest, form: str, path: str, output: 
             "version": str(manifest.stamp[1]),
             "format": "pt",
         }
-        with _as_user_error(output):
-            _safetensors(full_state.flat(found), path, about)
+        with _convert_errors(output):
+            _write_safetensors(full_state.flat(found), path, about)
     else:
         state = full_state.as_state(found)
-        with _as_user_error(output):
-            (_torch if form == "torch" else _dcp)(state, path)
+        with _convert_errors(output):
+            (_write_torch if form == "torch" else _write_dcp)(state, path)
     return len(found.tensors)
 
 
 @contextmanager
-def _as_user_error(output: str) -> Iterator[None]:
+def _convert_errors(output: str) -> Iterator[None]:
     """Convert errors of writing into a UserError."""
     from gemini_hpc.tier import publish
 
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{output} cannot be written: {publish.explain_error(_first(error))}") from None
+        raise UserError(f"{output} cannot be written: {publish.explain_error(_find_os_error(error))}") from None
 
 
-def _first(error: Exception) -> Exception:
+def _find_os_error(error: Exception) -> Exception:
     """Return the OSError that caused another error.
 
     After an OSError, torch fails again while it closes its file, and reports that second error.
@@ -203,7 +203,7 @@ def _first(error: Exception) -> Exception:
     return found or error
 
 
-def _safetensors(tensors: dict[str, Any], path: str, about: dict[str, str]) -> None:
+def _write_safetensors(tensors: dict[str, Any], path: str, about: dict[str, str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -216,14 +216,14 @@ def _safetensors(tensors: dict[str, Any], path: str, about: dict[str, str]) -> N
         raise RuntimeError(f"safetensors does not support {error}: choose another format") from None
 
 
-def _torch(state: dict[str, Any], path: str) -> None:
+def _write_torch(state: dict[str, Any], path: str) -> None:
     import torch
 
     with open(path, "wb") as file:  # unlike torch, Python reports why it cannot write
         torch.save(state, file)
 
 
-def _dcp(state: dict[str, Any], path: str) -> None:
+def _write_dcp(state: dict[str, Any], path: str) -> None:
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -234,4 +234,4 @@ def _dcp(state: dict[str, Any], path: str) -> None:
             state_dict_saver.save(state, storage_writer=FileSystemWriter(path, sync_files=True), no_dist=True)
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
-        raise _first(cause) if isinstance(cause, Exception) else cause from None
+        raise _find_os_error(cause) if isinstance(cause, Exception) else cause from None

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gemini_hpc.cli.amounts import count, number
+from gemini_hpc.cli.amounts import build_count_parser, build_number_parser
 from gemini_hpc.cli.frame import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ _SACCT_S = 120.0
 def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add the options; return the group of those that exclude each other."""
     rates = parser.add_mutually_exclusive_group()
-    rates.add_argument("--failures-per-node-day", type=number(0, 100), metavar="F", help="default: 0.015")
+    rates.add_argument(
+        "--failures-per-node-day", type=build_number_parser(0, 100), metavar="F", help="default: 0.015"
+    )
     rates.add_argument(
         "--history",
         metavar="FILE",
@@ -32,18 +34,22 @@ def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
         "word sacct, which asks Slurm, or a directory of jobs' event logs (the controller's state_dir/jobs)",
     )
     parser.add_argument(
-        "--history-days", type=count(1, 3650), default=90, metavar="N", help="to ask sacct for (default: 90)"
+        "--history-days",
+        type=build_count_parser(1, 3650),
+        default=90,
+        metavar="N",
+        help="to ask sacct for (default: 90)",
     )
     parser.add_argument(
         "--hardware",
-        type=number(0, 1),
+        type=build_number_parser(0, 1),
         metavar="SHARE",
         help="of failures that take the node and its memory (default: 0.5; with --history: 1)",
     )
     return rates
 
 
-def rate_of(args: argparse.Namespace) -> FailureRate:
+def read_failure_rate(args: argparse.Namespace) -> FailureRate:
     """Return the failure rate that the options give. Raises `UsageError`."""
     from gemini_hpc.forecast.rate import FailureRate, of_history
     from gemini_hpc.slurm.accounting import parse_history
@@ -53,10 +59,10 @@ def rate_of(args: argparse.Namespace) -> FailureRate:
     if args.failures_per_node_day is not None:
         found = replace(found, per_day=args.failures_per_node_day, source="as given")
     elif args.history is not None and args.history != "sacct" and os.path.isdir(args.history):
-        found = _written_down(args.history)
+        found = _read_logged_rate(args.history)
     elif args.history is not None:
         where = f"sacct, {args.history_days} days" if args.history == "sacct" else args.history
-        lines = _asked(args.history_days) if args.history == "sacct" else read_lines(args.history)
+        lines = _ask_sacct(args.history_days) if args.history == "sacct" else read_lines(args.history)
         try:
             found = of_history(parse_history(lines), where)
         except ParseError as error:
@@ -66,7 +72,7 @@ def rate_of(args: argparse.Namespace) -> FailureRate:
     return found if args.hardware is None else replace(found, hardware=args.hardware)
 
 
-def _written_down(directory: str) -> FailureRate:
+def _read_logged_rate(directory: str) -> FailureRate:
     """Return the rate in the event logs of this directory; invalid lines are ignored, as in `inspect`."""
     from gemini_hpc.forecast import event_history
     from gemini_hpc.forecast.rate import of_events
@@ -78,14 +84,14 @@ def _written_down(directory: str) -> FailureRate:
         raise UsageError(f"{directory}: {error.strerror}") from None
     for name in names:
         if name.endswith(".jsonl"):
-            seen += event_history.of_job(_events(os.path.join(directory, name)))
+            seen += event_history.of_job(_read_events(os.path.join(directory, name)))
     try:
         return of_events(seen, directory)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def _events(path: str) -> Iterator[EventRecord]:
+def _read_events(path: str) -> Iterator[EventRecord]:
     import msgspec
 
     from gemini_hpc.wire.inspect_schema import EventRecord
@@ -96,7 +102,7 @@ def _events(path: str) -> Iterator[EventRecord]:
             yield decoder.decode(line)
 
 
-def _asked(days: int) -> list[str]:
+def _ask_sacct(days: int) -> list[str]:
     from gemini_hpc.slurm import Slurm, SlurmError
 
     try:
@@ -108,7 +114,7 @@ def _asked(days: int) -> list[str]:
 def read_lines(path: str, most_bytes: int = 64 << 20) -> list[str]:
     """Return the lines of a regular file. Raises `UsageError`, which names the file."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=_open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UsageError(f"{path}: not a regular file")
             data = file.read(most_bytes + 1)
@@ -125,6 +131,6 @@ def read_lines(path: str, most_bytes: int = 64 << 20) -> list[str]:
         raise UsageError(f"{path}: line {line}: not UTF-8 text") from None
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     """Open a file without blocking, so that a pipe without a writer is refused instead of waited for."""
     return os.open(path, flags | os.O_NONBLOCK)

@@ -36,23 +36,23 @@ def run(args: argparse.Namespace) -> frame.Result:
     from gemini_hpc.query import ask
 
     settings, job = frame.find_job(args)
-    over = ask.flush(settings, job, _progress if sys.stderr.isatty() else lambda word: None)
+    over = ask.flush(settings, job, _show_progress if sys.stderr.isatty() else lambda word: None)
     failed = [word for word in over if word.reason]
     for word in failed:
         of = f"training {word.training}: " if word.training else ""
         frame.print_error("flush", f"job {job}: {of}{sanitize(word.reason)}")
-    document = {"schema": 1, "job": job, "trainings": [_document(word) for word in over]}
+    document = {"schema": 1, "job": job, "trainings": [_as_document(word) for word in over]}
     return frame.Result(
-        document, lambda _: "\n".join(_line(word) for word in over if not word.reason), int(bool(failed))
+        document, lambda _: "\n".join(_describe_flush(word) for word in over if not word.reason), int(bool(failed))
     )
 
 
-def _line(word: Flushing) -> str:
+def _describe_flush(word: Flushing) -> str:
     version = f"version {word.stamp[0]}:{word.stamp[1]}"
     return f"training {sanitize(word.training)}: {version} is in {sanitize(word.where)}"
 
 
-def _progress(word: Flushing) -> None:
+def _show_progress(word: Flushing) -> None:
     if not word.over:
         what = f"version {word.stamp.epoch}:{word.stamp.version}"
         text = f"training {sanitize(word.training)}: {what}, {word.bytes / 1e6:.0f} MB written"
@@ -61,7 +61,7 @@ def _progress(word: Flushing) -> None:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _document(word: Flushing) -> dict[str, object]:
+def _as_document(word: Flushing) -> dict[str, object]:
     return {
         "training": word.training,
         "version": list(word.stamp) if word.stamp[1] else None,

@@ -39,7 +39,7 @@ class Result(NamedTuple):
     render: Callable[[Any], str]
     status: int = 0
 
-    def text(self, as_json: bool) -> str:
+    def format(self, as_json: bool) -> str:
         """Return the result as one line of JSON, or as text for people."""
         return json.dumps(self.document) if as_json else self.render(self.document)
 
@@ -122,8 +122,8 @@ def run_verb(name: str, action: Action, errors: tuple[type[Exception], ...], arg
     """
     try:
         result = action(args)
-        text, status = ("", result) if isinstance(result, int) else (result.text(args.json), result.status)
-    except (*errors, *_expected()) as error:
+        text, status = ("", result) if isinstance(result, int) else (result.format(args.json), result.status)
+    except (*errors, *_list_expected_errors()) as error:
         print_error(name, sanitize(str(error)))
         return 2 if isinstance(error, UsageError) else 1
     if text:
@@ -131,7 +131,7 @@ def run_verb(name: str, action: Action, errors: tuple[type[Exception], ...], arg
     return status
 
 
-def _expected() -> tuple[type[Exception], ...]:
+def _list_expected_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of all verbs, imported only after an exception, so that a verb starts fast."""
     from gemini_hpc.query.ask import QueryError
     from gemini_hpc.report.drawing import MissingError
@@ -155,11 +155,11 @@ def find_job(args: argparse.Namespace) -> tuple[Settings, int]:
     """
     from gemini_hpc.wire import own_key
 
-    job = raw_id(args.job)
+    job = find_raw_id(args.job)
     return own_key.settings_for(job, args.config), job
 
 
-def raw_id(text: str) -> int:
+def find_raw_id(text: str) -> int:
     """Return the raw id of a job, or of an array task (`10_3`), for which Slurm is asked.
 
     Raises:
@@ -169,13 +169,13 @@ def raw_id(text: str) -> int:
     m = _ID.fullmatch(text)
     if m is None:
         raise UsageError(f"{text[:80]!r} is not a job id: wanted a number")
-    job = int(m[1]) if m[2] is None else _of_task(text)
+    job = int(m[1]) if m[2] is None else _find_task_raw_id(text)
     if job >= 1 << 32:
         raise UserError(f"job {job}: unknown, or not yours")
     return job
 
 
-def _of_task(task: str) -> int:
+def _find_task_raw_id(task: str) -> int:
     import asyncio
 
     from gemini_hpc.slurm import Slurm, UnknownJob

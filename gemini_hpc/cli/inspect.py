@@ -41,12 +41,12 @@ def register(verbs: frame.Verbs) -> None:
     parser.add_argument("--full", action="store_true", help="list every node, shard and event of a recovery")
     frame.add_json(parser)
     parser.add_argument(
-        "--watch", metavar="S", type=_seconds, nargs="?", const=1.0, help="refresh every S seconds (default 1)"
+        "--watch", metavar="S", type=_parse_seconds, nargs="?", const=1.0, help="refresh every S seconds (default 1)"
     )
     frame.add_config(parser)
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     with suppress(ValueError):
         if 0.1 <= float(text) <= 86400:
             return float(text)
@@ -57,12 +57,14 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     """Show the job. With --watch, return the exit status 0 when the user ends the view."""
     source = _AnswerSource(*frame.find_job(args))
 
-    def look() -> frame.Result:
-        return frame.Result(source.document(), lambda d: render(sanitize(d), columns.measure_width(), full=args.full))
+    def build_result() -> frame.Result:
+        return frame.Result(
+            source.fetch_document(), lambda d: render(sanitize(d), columns.measure_width(), full=args.full)
+        )
 
     if args.watch is None:
-        return look()
-    live_view.show_live(lambda: look().text(args.json), args.watch, plain=args.json)
+        return build_result()
+    live_view.show_live(lambda: build_result().format(args.json), args.watch, plain=args.json)
     return 0
 
 
@@ -73,12 +75,12 @@ class _AnswerSource:
         self._settings, self._job = settings, job
         self._line: Any = None
 
-    def document(self) -> Document:
+    def fetch_document(self) -> Document:
         from gemini_hpc.query import ask
 
         asked = "controller"
         try:
-            answer = self._ask()
+            answer = self._ask_controller()
         except ask.NoControllerError as exc:
             self._line, asked = None, "agents"
             answer = ask.ask_agents(self._settings, self._job)
@@ -86,7 +88,7 @@ class _AnswerSource:
                 raise ask.QueryError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
         return ask.describe_answer(self._job, answer, asked, clock.time())
 
-    def _ask(self) -> JobAnswer:
+    def _ask_controller(self) -> JobAnswer:
         """Return the controller's answer, over the previous connection if that still works.
 
         The controller closes a connection that is silent for a minute. It may also have been restarted since.
@@ -108,7 +110,7 @@ class _AnswerSource:
 # ---- text ----------------------------------------------------------------------------------------------
 
 
-def _bytes(n: float) -> str:
+def _format_bytes(n: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -116,11 +118,11 @@ def _bytes(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
-def _version(v: list[int] | None) -> str:
+def _format_version(v: list[int] | None) -> str:
     return f"{v[0]}:{v[1]}" if v else "-"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def _format_table(head: list[str], rows: list[list[str]]) -> list[str]:
     return columns.align([head, *rows], "  ")
 
 
@@ -138,20 +140,20 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
     for note in d["notes"]:
         lines += columns.fold(note, width, "    ", "note: ")
     for s in d["trainings"]:
-        for line in _training_name(s, full=full):
-            lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
-    lines += _node_table(d["nodes"], full=full)
-    lines += columns.fold(used, width, "    ", "") if (used := _cpu(d["nodes"])) else []
+        for line in _describe_training(s, full=full):
+            lines += columns.fold(line, width, "      ", "") if _is_sentence(line) else [line]
+    lines += _format_node_table(d["nodes"], full=full)
+    lines += columns.fold(used, width, "    ", "") if (used := _describe_cpu(d["nodes"])) else []
     for lemon in d.get("lemons", ())[:MAX_NAMES_SHOWN]:
         incidents = f"{lemon['count']} incident{'s' * (lemon['count'] > 1)}"
         what = ", ".join(sorted(set(lemon["what"])))
         lines += columns.fold(f"{lemon['host']} had {incidents} lately: {what}", width, "    ", "")
     if d.get("spares"):
-        lines += columns.fold(_spares(d["spares"]), width, "    ", "")
+        lines += columns.fold(_describe_spares(d["spares"]), width, "    ", "")
     if d.get("domains"):
-        lines += columns.fold(_domains(d["domains"]), width, "    ", "")
+        lines += columns.fold(_describe_domains(d["domains"]), width, "    ", "")
     if d.get("after"):
-        lines += columns.fold(_after(d["after"]), width, "    ", "")
+        lines += columns.fold(_describe_predecessor(d["after"]), width, "    ", "")
     for r in d["recoveries"] if full else d["recoveries"][-MAX_RECOVERIES_SHOWN:]:
         lines += (
             history.format_recovery(r, width) if full else columns.fold(history.format_headline(r), width, "    ", "")
@@ -159,7 +161,7 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
     return "\n".join(lines)
 
 
-def _node_table(nodes: list[Document], *, full: bool) -> list[str]:
+def _format_node_table(nodes: list[Document], *, full: bool) -> list[str]:
     """Return the table of nodes. Nodes in trouble come first where not all are shown."""
     if not nodes:
         return []
@@ -167,45 +169,48 @@ def _node_table(nodes: list[Document], *, full: bool) -> list[str]:
     if not full and len(nodes) > MAX_NODES_SHOWN:
         well = [n["agent"] and n["member"] and not n["dead"] and not n["suspects"] for n in nodes]
         shown = [n for _, n in sorted(zip(well, nodes, strict=True), key=lambda pair: pair[0])][:MAX_NODES_SHOWN]
-    lines = ["nodes", *_table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in shown])]
+    lines = [
+        "nodes",
+        *_format_table(["rank", "host", "group", "state", "address", "memory"], [_format_node(n) for n in shown]),
+    ]
     rest = len(nodes) - len(shown)
     return [*lines, f"  and {rest} more (--full)"] if rest else lines
 
 
-def _spares(s: Document) -> str:
+def _describe_spares(s: Document) -> str:
     idle = f": {', '.join(s['idle'])}" if s["idle"] else ""
     without = f"; the job goes on without {', '.join(s['without'])}" if s["without"] else ""
     return f"spares {len(s['idle'])} of {s['wanted']}{idle}{without}"
 
 
-def _domains(d: Document) -> str:
-    said = [f"{_and(s['hosts'])} share {s['domain']}" for s in d["shared"][:MAX_NAMES_SHOWN]]
+def _describe_domains(d: Document) -> str:
+    said = [f"{_join_names(s['hosts'])} share {s['domain']}" for s in d["shared"][:MAX_NAMES_SHOWN]]
     more = len(d["shared"]) - len(said) + d["more"]
     said += [f"and {more} more group{'s' * (more > 1)}"] if more else []
     return f"failure domains: {'; '.join(said) or 'no group has two nodes of one'} (known of {d['known']} nodes)"
 
 
-def _and(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     shown = names[:MAX_NAMES_SHOWN] + (
         [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
     )
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
-def _after(a: Document) -> str:
-    taken = [f"{t['name']} version {_version(t['version'])}" for t in a["took_over"][:MAX_NAMES_SHOWN]]
+def _describe_predecessor(a: Document) -> str:
+    taken = [f"{t['name']} version {_format_version(t['version'])}" for t in a["took_over"][:MAX_NAMES_SHOWN]]
     return f"goes on from job {a['job']}: {'; '.join([*taken, *([a['lost']] if a['lost'] else [])]) or 'nothing yet'}"
 
 
-def _words(line: str) -> bool:
+def _is_sentence(line: str) -> bool:
     """Return whether a line is a sentence rather than a row of a table."""
     return ": " in line or "; " in line
 
 
-def _node(n: Document) -> list[str]:
+def _format_node(n: Document) -> list[str]:
     place = f"{n['address']} ({n['interface']})" if n["interface"] else n["address"] or "-"
     place += f" RDMA {n['rdma'].partition(';')[0]}" if n.get("rdma") and not n["rdma"].startswith("TCP") else ""
-    memory = f"{_bytes(n['memory_bytes'])} of {_bytes(n['memory_cap_bytes'])}" if n["agent"] else "-"
+    memory = f"{_format_bytes(n['memory_bytes'])} of {_format_bytes(n['memory_cap_bytes'])}" if n["agent"] else "-"
     state = n["state"] + ("" if n["member"] else ", no longer in the job")
     if n["dead"] or n["suspects"]:
         state += f" (dead: {','.join(n['dead']) or '-'}; suspects: {','.join(n['suspects']) or '-'})"
@@ -213,7 +218,7 @@ def _node(n: Document) -> list[str]:
     return [rank, n["host"], "-" if n["group"] is None else str(n["group"]), state, place, memory]
 
 
-def _cpu(nodes: list[Document]) -> str:
+def _describe_cpu(nodes: list[Document]) -> str:
     """Return what the busiest agent takes of its node's processors; "" if no agent tells."""
     busy = [n for n in nodes if n.get("cpu")]
     if not busy:
@@ -228,65 +233,77 @@ def _cpu(nodes: list[Document]) -> str:
     return text
 
 
-def _training_name(s: Document, *, full: bool) -> list[str]:
+def _describe_training(s: Document, *, full: bool) -> list[str]:
     lines = [
-        f"training {s['name']}: {s['state']}{_stalled(s['stalled'])}, world {s['world']}, "
-        f"sealed {_version(s['sealed'])}"
+        f"training {s['name']}: {s['state']}{_describe_stall(s['stalled'])}, world {s['world']}, "
+        f"sealed {_format_version(s['sealed'])}"
     ]
     lines += [f"  hangs: {s['stalled']['hung']}"] if s["stalled"] and s["stalled"].get("hung") else []
     lines += [f"  note: {note}" for note in s["notes"]]
-    lines += _tier(s.get("tier"))
+    lines += _describe_tier(s.get("tier"))
     lines += [f"  {line}" for line in traffic_text.format_traffic(s["traffic"])]
-    lines += _shards(s) if full else _counted_shards(s)
-    lines += _survival(s["survival"], full=full)
+    lines += _format_shard_table(s) if full else _summarize_shards(s)
+    lines += _describe_survival(s["survival"], full=full)
     if live := s["survival"].get("live"):
         shares = ", ".join(format_share(row["k"], row["probability"]) for row in live["survives"])
         lines.append(f"  while all ranks run, their tensors count as copies: {shares}; not during optimizer.step()")
     return lines
 
 
-def _shards(s: Document) -> list[str]:
+def _format_shard_table(s: Document) -> list[str]:
     rows = []
     for shard in s["shards"]:
         for i, h in enumerate(shard["holders"] or [None]):
-            first = [str(shard["rank"]), str(shard["home"]), _bytes(shard["bytes"])] if i == 0 else ["", "", ""]
+            first = (
+                [str(shard["rank"]), str(shard["home"]), _format_bytes(shard["bytes"])] if i == 0 else ["", "", ""]
+            )
             if h is None:
                 rows.append([*first, "nobody", "", "", "", ""])
             else:
                 times = [format_age(h["age_s"]), format_age(h["verified_age_s"])]
-                rows.append([*first, h["host"], h["state"], _version(h["version"]), *times])
+                rows.append([*first, h["host"], h["state"], _format_version(h["version"]), *times])
         if parity := shard.get("parity"):
             of = "+".join(map(str, parity["of"]))
             for h in parity["holders"]:
                 times = [format_age(h["age_s"]), format_age(h["verified_age_s"])]
                 rows.append(
-                    [f"^{of}", "", _bytes(parity["bytes"]), h["host"], h["state"], _version(h["version"]), *times]
+                    [
+                        f"^{of}",
+                        "",
+                        _format_bytes(parity["bytes"]),
+                        h["host"],
+                        h["state"],
+                        _format_version(h["version"]),
+                        *times,
+                    ]
                 )
-    return _table(["shard", "home", "size", "holder", "state", "version", "age", "verified"], rows)
+    return _format_table(["shard", "home", "size", "holder", "state", "version", "age", "verified"], rows)
 
 
-def _counted_shards(s: Document) -> list[str]:
+def _summarize_shards(s: Document) -> list[str]:
     """Return how many nodes hold the counted version of how many shards."""
     if not (counted := s["survival"]["counted_version"]):
         return []
     holders = Counter(len({h["host"] for h in x["holders"] if h["version"] == counted}) for x in s["shards"])
     held = [f"{count} on {n} node{'s' * (n != 1)}" for n, count in sorted(holders.items())]
-    size = _bytes(sum(x["bytes"] for x in s["shards"]))
-    return [f"  version {_version(counted)}: {len(s['shards'])} shards of {size} together, {', '.join(held)}"]
+    size = _format_bytes(sum(x["bytes"] for x in s["shards"]))
+    return [f"  version {_format_version(counted)}: {len(s['shards'])} shards of {size} together, {', '.join(held)}"]
 
 
-def _stalled(s: Document | None) -> str:
+def _describe_stall(s: Document | None) -> str:
     return f": no step for {format_age(s['for_s'])} (usually {format_age(s['usual_s'])})" if s else ""
 
 
-def _tier(t: Document | None) -> list[str]:
+def _describe_tier(t: Document | None) -> list[str]:
     if t is None:
         return []
-    kept = f"version {_version(t['version'])}, {format_age(t['age_s'])} old" if t["version"] else "nothing yet"
-    saving = f"; saving {_version(t['saving'])}, {_bytes(t['written_bytes'])} written" if t["saving"] else ""
+    kept = f"version {_format_version(t['version'])}, {format_age(t['age_s'])} old" if t["version"] else "nothing yet"
+    saving = (
+        f"; saving {_format_version(t['saving'])}, {_format_bytes(t['written_bytes'])} written" if t["saving"] else ""
+    )
     problem = [f"  tier: not saved: {t['problem']}"] if t["problem"] else []
     every = [f"  tier: every {format_age(t['interval_s'])}: {t['interval_reason']}"] if t.get("interval_s") else []
-    named = [f"{k['name']} (version {_version(k['version'])})" for k in t.get("kept", ())[-MAX_NAMES_SHOWN:]]
+    named = [f"{k['name']} (version {_format_version(k['version'])})" for k in t.get("kept", ())[-MAX_NAMES_SHOWN:]]
     named += [f"{name} (on its way)" for name in t.get("keeping", ())[:MAX_NAMES_SHOWN]]
     return [
         f"  tier {t['directory']}: {kept}{saving}",
@@ -296,13 +313,13 @@ def _tier(t: Document | None) -> list[str]:
     ]
 
 
-def _survival(v: Document, *, full: bool) -> list[str]:
+def _describe_survival(v: Document, *, full: bool) -> list[str]:
     if v["lost_already"]:
         return ["  may be lost: nothing yet"]
     lines = []
     if full:
         shares = ", ".join(format_share(row["k"], row["probability"]) for row in v["survives"])
-        lines.append(f"  may be lost: {shares} (exact, for version {_version(v['counted_version'])})")
+        lines.append(f"  may be lost: {shares} (exact, for version {_format_version(v['counted_version'])})")
     fatal = ["+".join(f) for f in v["fatal"]]
     shown = fatal if full else fatal[:MAX_FATAL_SHOWN]
     more = f" and {len(fatal) - len(shown)} more" if len(fatal) > len(shown) else ""

@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> frame.Result:
         raise frame.UsageError(f"{error.filename or path}: {error.strerror}") from None
     document = {"schema": SCHEMA, "slurm_conf": path, "lines": [asdict(need) for need in needs]}
     missing = [need for need in needs if not need.met]
-    return frame.Result(document, lambda _: _text(missing, path), int(bool(missing)))
+    return frame.Result(document, lambda _: _format_needs(missing, path), int(bool(missing)))
 
 
-def _text(missing: list[Need], path: str) -> str:
+def _format_needs(missing: list[Need], path: str) -> str:
     lines = []
     for need in missing:
         now = f" It says now: {need.found}." if need.found else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
-from gemini_hpc.cli.amounts import span
+from gemini_hpc.cli.amounts import parse_span
 from gemini_hpc.config import Settings, load
 from gemini_hpc.wire.sanitize import sanitize
 
@@ -39,7 +39,7 @@ def register(verbs: frame.Verbs) -> None:
     )
     parser.add_argument(
         "--since",
-        type=span,
+        type=parse_span,
         default=DAY_S,
         metavar="AGE",
         help="also jobs that ended within AGE, such as 90m, 8h or 3d (default: 1d; 14d are remembered)",
@@ -50,10 +50,10 @@ def register(verbs: frame.Verbs) -> None:
 
 def run(args: argparse.Namespace) -> frame.Result:
     """List the jobs."""
-    return frame.Result(collect(load(args.config), since_s=args.since, now=clock.time()), render)
+    return frame.Result(collect_jobs(load(args.config), since_s=args.since, now=clock.time()), render)
 
 
-def collect(settings: Settings, *, since_s: float, now: float) -> Document:
+def collect_jobs(settings: Settings, *, since_s: float, now: float) -> Document:
     """Return the document of schema 1, to which keys are only ever added.
 
     Args:
@@ -74,13 +74,13 @@ def collect(settings: Settings, *, since_s: float, now: float) -> Document:
     except ask.NoControllerError as exc:
         raise ask.QueryError(f"no controller ({exc}); {ask.WITHOUT_CONTROLLER}") from None
     shown = (row for row in answer.jobs if not row.ended or row.ended >= now - since_s)
-    rows = [_row(row, documents.get(row.job)) for row in sorted(shown, key=lambda row: row.job)]
+    rows = [_build_row(row, documents.get(row.job)) for row in sorted(shown, key=lambda row: row.job)]
     return {"schema": SCHEMA, "t": now, "jobs": rows, "not_shown": answer.more}
 
 
-def _row(row: JobRow, d: Document | None) -> Document:
+def _build_row(row: JobRow, d: Document | None) -> Document:
     from gemini_hpc.query.figures import (
-        compute_sealed_age,
+        compute_sealed_age_s,
         count_survivable_nodes,
         find_sealed_version,
         find_user_name,
@@ -97,7 +97,7 @@ def _row(row: JobRow, d: Document | None) -> Document:
         "state_of": format_protected_count(d) if d else "",
         "slurm": slurm,
         "nodes": len([n for n in d["nodes"] if n["member"]]) if d and d["nodes"] else row.nodes,
-        "sealed_age_s": compute_sealed_age(d) if d else None,
+        "sealed_age_s": compute_sealed_age_s(d) if d else None,
         "sealed_version": row.sealed or (find_sealed_version(d) if d else None),
         "survives": count_survivable_nodes(d) if d else None,
         "recoveries": sum(r["completed"] for r in d["recoveries"]) if d else row.recoveries,
@@ -106,7 +106,7 @@ def _row(row: JobRow, d: Document | None) -> Document:
     }
 
 
-def _age(s: float | None) -> str:
+def _format_age(s: float | None) -> str:
     if s is None:
         return "-"
     if s < 100:
@@ -114,7 +114,7 @@ def _age(s: float | None) -> str:
     return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.0f} h" if s < 172800 else f"{s / 86400:.0f} d"
 
 
-def _ago(s: float) -> str:
+def _format_time_ago(s: float) -> str:
     """Return a time span in at most eight columns."""
     if s < 100:
         return f"{s:.0f} s ago"
@@ -126,7 +126,7 @@ def render(d: Document) -> str:
     rows: list[tuple[str, ...]] = [HEAD]
     for j in d["jobs"]:
         # An ended job has no copies left: show how long ago it ended.
-        age = _ago(max(0.0, d["t"] - j["ended"])) if j["ended"] else _age(j["sealed_age_s"])
+        age = _format_time_ago(max(0.0, d["t"] - j["ended"])) if j["ended"] else _format_age(j["sealed_age_s"])
         step, nodes = str(j["sealed_version"] or "-"), str(j["nodes"] or "-")
         survives = "-" if j["survives"] is None else f"{j['survives']} node{'' if j['survives'] == 1 else 's'}"
         texts = (j["id"], j["user"], j["state"], j["slurm"], nodes, step, age, survives, str(j["recoveries"]))
@@ -134,7 +134,7 @@ def render(d: Document) -> str:
         if j["state_of"]:
             rows.append(("", "", j["state_of"].replace(" trainings", ""), "", "", "", "", "", ""))
     widths = [min(limit, max(len(row[i]) for row in rows)) for i, limit in enumerate(WIDEST)]
-    lines = [" ".join(_cell(c, w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [" ".join(_fit_cell(c, w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(rows) == 1:
         lines = ["no protected jobs of yours, as far as the controller remembers"]
     if d["not_shown"]:
@@ -142,5 +142,5 @@ def render(d: Document) -> str:
     return "\n".join(lines)
 
 
-def _cell(text: str, width: int) -> str:
+def _fit_cell(text: str, width: int) -> str:
     return text.ljust(width) if len(text) <= width else text[: width - 1] + "+"

@@ -51,13 +51,13 @@ def _draw_each(text: Callable[[], str], every_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    def drawn() -> Text:
+    def build_text() -> Text:
         words = Text(text(), no_wrap=True, overflow="ellipsis")
         for pattern, style in _STYLES.items():
             words.highlight_regex(f"(?m){pattern}", style)
         return words
 
-    with Live(drawn(), console=Console(highlight=False), screen=True, auto_refresh=False) as live:
+    with Live(build_text(), console=Console(highlight=False), screen=True, auto_refresh=False) as live:
         while True:
             clock.sleep(every_s)
-            live.update(drawn(), refresh=True)
+            live.update(build_text(), refresh=True)

@@ -42,18 +42,18 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _close(sys.stdout, sys.stderr)
+        _close_streams(sys.stdout, sys.stderr)
         return 141
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
             raise
-        _close(sys.stdout)
+        _close_streams(sys.stdout)
         print(f"gemini-hpc: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return status
 
 
-def _close(*streams: TextIO) -> None:
+def _close_streams(*streams: TextIO) -> None:
     """Close streams and ignore errors, because their remaining output cannot be written."""
     for stream in streams:
         with suppress(OSError):

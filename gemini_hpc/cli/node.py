@@ -43,10 +43,10 @@ def register(verbs: frame.Verbs) -> None:
 
 def run(args: argparse.Namespace) -> frame.Result:
     """List the jobs."""
-    return frame.Result(collect(load(args.config), args.node, clock.time()), render)
+    return frame.Result(collect_jobs(load(args.config), args.node, clock.time()), render)
 
 
-def collect(settings: Settings, node: str, now: float) -> Document:
+def collect_jobs(settings: Settings, node: str, now: float) -> Document:
     """Return the document of schema 1, to which keys are only ever added.
 
     Args:
@@ -58,13 +58,13 @@ def collect(settings: Settings, node: str, now: float) -> Document:
         QueryError: The controller does not answer.
         SlurmError: Slurm does not answer, or does not know the node.
     """
-    state, there, everybody = asyncio.run(_jobs_on(settings, node))
+    state, there, everybody = asyncio.run(_read_node(settings, node))
     mine = [(uid, job) for uid, job in there if everybody or uid == os.geteuid()]
-    documents = _documents(settings, [job for _, job in mine[:MAX_LOOKED_AT]], now)
-    return document(node, state, mine, documents, len(there) - len(mine), now)
+    documents = _fetch_documents(settings, [job for _, job in mine[:MAX_LOOKED_AT]], now)
+    return build_document(node, state, mine, documents, len(there) - len(mine), now)
 
 
-async def _jobs_on(settings: Settings, node: str) -> tuple[str, list[tuple[int, int]], bool]:
+async def _read_node(settings: Settings, node: str) -> tuple[str, list[tuple[int, int]], bool]:
     """Return Slurm's state of the node, its jobs as (uid, raw id), and whether the caller may see all of them."""
     from gemini_hpc.operators import Operators
     from gemini_hpc.slurm import Slurm
@@ -78,7 +78,7 @@ async def _jobs_on(settings: Settings, node: str) -> tuple[str, list[tuple[int, 
     return words, there, await allowed.allows(os.geteuid())
 
 
-def _documents(settings: Settings, jobs: list[int], now: float) -> dict[int, Document]:
+def _fetch_documents(settings: Settings, jobs: list[int], now: float) -> dict[int, Document]:
     """Return the inspect documents of those jobs that the controller knows."""
     from gemini_hpc.query import ask
 
@@ -91,7 +91,7 @@ def _documents(settings: Settings, jobs: list[int], now: float) -> dict[int, Doc
         raise ask.QueryError(f"no controller ({exc}); {ask.WITHOUT_CONTROLLER}") from None
 
 
-def document(
+def build_document(
     node: str,
     state: str,
     jobs: list[tuple[int, int]],
@@ -139,7 +139,7 @@ def render(d: Document) -> str:
     lines = [f"node {sanitize(d['node'])} is {sanitize(d['slurm'])}"]
     rows: list[tuple[str, ...]] = [("JOB", "USER", "STATE", "IF DRAINED", "IF LOST")]
     rows += [
-        (sanitize(j["id"]), sanitize(j["user"]), sanitize(j["state"]), _DRAIN[j["drain"]], _lost(j))
+        (sanitize(j["id"]), sanitize(j["user"]), sanitize(j["state"]), _DRAIN[j["drain"]], _describe_loss(j))
         for j in d["jobs"]
     ]
     lines += align(rows) if len(rows) > 1 else ["no job of yours runs there"]
@@ -151,7 +151,7 @@ def render(d: Document) -> str:
     return "\n".join(lines)
 
 
-def _lost(job: Document) -> str:
+def _describe_loss(job: Document) -> str:
     if job["drain"] == "idle":
         return "goes on"
     return f"step {job['step']} from {job['resumes_from']}" if job["survives"] else "begins anew or ends"

@@ -65,13 +65,13 @@ class Allocation:
     memory_bytes: int
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Self:
+    def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Return the allocation that Slurm's variables describe.
 
         Raises:
             OwnAgentsError: There is none, or it is of a kind that cannot have agents.
         """
-        job, nodelist = _number(environ, "SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST", "")
+        job, nodelist = _read_number(environ, "SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST", "")
         if not job or not nodelist:
             raise OwnAgentsError("--own-agents needs a Slurm allocation: use it in a script for sbatch, or in salloc")
         if environ.get("SLURM_HET_SIZE"):
@@ -81,22 +81,24 @@ class Allocation:
         except ValueError as exc:
             raise OwnAgentsError(f"SLURM_JOB_NODELIST: {exc}") from None
         cluster = own_key.cluster_name(environ.get("SLURM_CLUSTER_NAME", ""))
-        return cls(job, _number(environ, "SLURM_RESTART_COUNT"), nodelist, hosts, cluster, _memory_bytes(environ))
+        return cls(
+            job, _read_number(environ, "SLURM_RESTART_COUNT"), nodelist, hosts, cluster, _read_memory_bytes(environ)
+        )
 
-    def share_bytes(self) -> int:
+    def compute_share_bytes(self) -> int:
         """Return the most that copies may take on a node."""
         return int(SHARE * self.memory_bytes)
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _read_number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 11 else 0
 
 
-def _memory_bytes(environ: Mapping[str, str]) -> int:
+def _read_memory_bytes(environ: Mapping[str, str]) -> int:
     counts = [_COUNT.fullmatch(part) for part in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(",")]
     cpus = min(int(found[1]) if found else 1 for found in counts)
-    limit = _number(environ, "SLURM_MEM_PER_NODE") or cpus * _number(environ, "SLURM_MEM_PER_CPU")
+    limit = _read_number(environ, "SLURM_MEM_PER_NODE") or cpus * _read_number(environ, "SLURM_MEM_PER_CPU")
     return limit << 20 or int(read_meminfo()["MemTotal"] * min(1.0, cpus / (os.cpu_count() or 1)))
 
 
@@ -117,7 +119,7 @@ class OwnAgents:
         # A job that is submitted from within another inherits its variables.
         if os.path.exists(environ.get(SOCKET_ENV, "")):
             raise OwnAgentsError("this job has the agents of its site (--gemini-replicas): leave out --own-agents")
-        self._job, self._replicas, self._spares = Allocation.of(environ), replicas, spares
+        self._job, self._replicas, self._spares = Allocation.from_environ(environ), replicas, spares
         if replicas + spares > (nodes := len(self._job.hosts)):
             raise OwnAgentsError(
                 f"--replicas {replicas}{f' and --spares {spares}' if spares else ''} want {replicas + spares} nodes, "
@@ -135,37 +137,37 @@ class OwnAgents:
             OwnAgentsError: An agent could not be started.
         """
         try:
-            if not self._job.restart and self._is_former():
+            if not self._job.restart and self._has_former_key():
                 os.unlink(self._key_file)
             key = own_key.make(self._key_file)
             directory = f"/tmp/gemini-hpc-{keyed.fingerprint(key)}"  # others cannot know the name and take it before
             self._step = subprocess.Popen(
-                self._argv(directory), env=self._environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                self._build_argv(directory), env=self._environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         except keyed.KeyFileError as exc:
             raise OwnAgentsError(str(exc)) from None
         except OSError as exc:
             raise OwnAgentsError(f"srun: {exc.strerror}: --own-agents starts a step of the job with it") from None
-        self._await()
+        self._await_agents()
         environ[SOCKET_ENV] = f"{directory}/{SOCKET}"
         if self._spares:
             environ[SPARES_ENV] = str(self._spares)
             environ[NO_KILL_ENV] = "set"
-        nodes, copies = _count(len(self._job.hosts), "node"), _count(self._replicas, "replica")
-        mib = self._job.share_bytes() >> 20
+        nodes, copies = _format_count(len(self._job.hosts), "node"), _format_count(self._replicas, "replica")
+        mib = self._job.compute_share_bytes() >> 20
         spares = f", {self._spares} of them spare" if self._spares else ""
         _say(f"own agents on {nodes}{spares}, {copies} in up to {mib:,} MiB a node, {SHARE:.0%} of the job's memory")
         _say(LESS)
 
-    def _is_former(self) -> bool:
+    def _has_former_key(self) -> bool:
         """Return whether the key file is of a former job that had this number."""
         try:
             made = os.lstat(self._key_file).st_mtime
         except OSError:
             return False
-        return made < sendback.started_at() - CLOCKS_APART_S
+        return made < sendback.read_start_time() - CLOCKS_APART_S
 
-    def _argv(self, directory: str) -> list[str]:
+    def _build_argv(self, directory: str) -> list[str]:
         job, nodes = self._job, len(self._job.hosts)
         srun = ["srun", f"--jobid={job.job}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         srun += ["--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpus-per-task=1", "--mem=0"]
@@ -173,10 +175,10 @@ class OwnAgents:
         own = [sys.executable, "-P", "-m", own_start.__name__, "--job", str(job.job), "--restart", str(job.restart)]
         own += ["--nodelist", job.nodelist, "--replicas", str(self._replicas), "--spares", str(self._spares)]
         own += ["--cluster", job.cluster, "--directory", directory, "--key-file", self._key_file]
-        own += ["--share-bytes", str(job.share_bytes()), "--share", f"{SHARE:.0%} of the job's memory"]
+        own += ["--share-bytes", str(job.compute_share_bytes()), "--share", f"{SHARE:.0%} of the job's memory"]
         return srun + own
 
-    def _await(self) -> None:
+    def _await_agents(self) -> None:
         """Wait until each node has told of its agent.
 
         Raises:
@@ -231,7 +233,7 @@ class OwnAgents:
                 os.unlink(self._key_file)
 
 
-def _count(number: int, name: str) -> str:
+def _format_count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli import frame
-from gemini_hpc.cli.amounts import add_storage, count, number, rate, size
-from gemini_hpc.cli.failures import add_failures, rate_of
+from gemini_hpc.cli.amounts import add_storage, build_count_parser, build_number_parser, parse_rate, parse_size
+from gemini_hpc.cli.failures import add_failures, read_failure_rate
 from gemini_hpc.cli.plot import add_plot, draw_plans
 from gemini_hpc.wire.sanitize import sanitize
 
@@ -23,7 +23,7 @@ SCHEMA = 1
 _USUAL = ("xor:4", "rs:4+2")
 
 
-def _redundancy(text: str) -> tuple[int, int]:
+def _parse_redundancy(text: str) -> tuple[int, int]:
     from gemini_hpc.core.redundancy import parse
 
     try:
@@ -49,33 +49,35 @@ def register(verbs: frame.Verbs) -> None:
         "docs/dev/reproduction.md. Exit status: 0; 1 if the copies asked for do not fit; 2 for a wrong command line.",
     )
     parser.add_argument(
-        "--nodes", type=count(1, 200_000), required=True, metavar="N", help="number of nodes in the job"
+        "--nodes", type=build_count_parser(1, 200_000), required=True, metavar="N", help="number of nodes in the job"
     )
     parser.add_argument(
-        "--state", type=size, required=True, metavar="SIZE", help="training state over all ranks, such as 1.2TB"
+        "--state", type=parse_size, required=True, metavar="SIZE", help="training state over all ranks, such as 1.2TB"
     )
     parser.add_argument(
-        "--network", type=rate, required=True, metavar="RATE", help="network rate of a node, such as 200Gbps"
+        "--network", type=parse_rate, required=True, metavar="RATE", help="network rate of a node, such as 200Gbps"
     )
-    parser.add_argument("--memory", type=size, required=True, metavar="SIZE", help="memory of a node")
+    parser.add_argument("--memory", type=parse_size, required=True, metavar="SIZE", help="memory of a node")
     parser.add_argument(
         "--memory-fraction",
-        type=number(0.01, 1),
+        type=build_number_parser(0.01, 1),
         default=None,
         metavar="SHARE",
         help="share of a node's memory that copies may use (default: the default of the setting memory_fraction)",
     )
     parser.add_argument(
         "--iteration",
-        type=number(0.001, 1e5),
+        type=build_number_parser(0.001, 1e5),
         required=True,
         metavar="S",
         help="seconds per iteration of the training",
     )
-    parser.add_argument("--replicas", type=count(1, 8), default=2, metavar="M", help="number of copies (default: 2)")
+    parser.add_argument(
+        "--replicas", type=build_count_parser(1, 8), default=2, metavar="M", help="number of copies (default: 2)"
+    )
     parser.add_argument(
         "--idle",
-        type=number(0, 1),
+        type=build_number_parser(0, 1),
         default=0.5,
         metavar="SHARE",
         help="share of an iteration in which the network is idle (default: 0.5; gemini-hpc report shows it)",
@@ -84,14 +86,14 @@ def register(verbs: frame.Verbs) -> None:
     add_failures(parser)
     parser.add_argument(
         "--imports",
-        type=number(0, 1e5),
+        type=build_number_parser(0, 1e5),
         default=60.0,
         metavar="S",
         help="seconds from the start of a program to its resume() (default: 60)",
     )
     parser.add_argument(
         "--redundancy",
-        type=_redundancy,
+        type=_parse_redundancy,
         action="append",
         metavar="HOW",
         help="add a column for parity, written as for sbatch --gemini-redundancy: xor:N or rs:K+M. May be repeated. "
@@ -117,7 +119,7 @@ def run(args: argparse.Namespace) -> frame.Result:
     fraction = args.memory_fraction or Settings().memory_fraction
     training = TrainingFigures(args.nodes, args.state, args.iteration, args.network, args.storage, args.replicas)
     try:
-        failures = rate_of(args)
+        failures = read_failure_rate(args)
         wish = RequestedProtection(
             training,
             args.memory * fraction,
@@ -129,22 +131,22 @@ def run(args: argparse.Namespace) -> frame.Result:
         found = [
             protection(wish, m) for m in (args.replicas, args.replicas + 1) if m <= max(args.nodes, args.replicas)
         ]
-        for group, parity in args.redundancy or (_redundancy(how) for how in _USUAL):
+        for group, parity in args.redundancy or (_parse_redundancy(how) for how in _USUAL):
             if parity and (args.redundancy or group <= args.nodes):
                 found.append(protection(wish, group, parity=parity))
-        of = _domains(args)
+        of = _read_domains(args)
         racks = [domain_loss(of, one.replicas, parity=one.parity) for one in found] if of else []
         if args.plot:
             draw_plans(args.plot, wish, found)
     except ValueError as error:
         raise frame.UsageError(str(error)) from None
     lost = [asdict(one) for one in racks]
-    plans = [_document(one) | {"domain_loss": lost[k] if lost else None} for k, one in enumerate(found)]
+    plans = [_as_document(one) | {"domain_loss": lost[k] if lost else None} for k, one in enumerate(found)]
     document = {"schema": SCHEMA, "failures": asdict(failures), "plans": plans}
-    return frame.Result(document, lambda _: table(wish, found, failures, racks), int(not found[0].fits))
+    return frame.Result(document, lambda _: format_plans(wish, found, failures, racks), int(not found[0].fits))
 
 
-def _domains(args: argparse.Namespace) -> list[str]:
+def _read_domains(args: argparse.Namespace) -> list[str]:
     """Return the failure domains of the job's nodes, [] if no file is named.
 
     Raises ValueError if the file cannot be used.
@@ -165,12 +167,12 @@ def _domains(args: argparse.Namespace) -> list[str]:
     return list(found.values())[: args.nodes]
 
 
-def _document(one: Protection) -> dict[str, Any]:
+def _as_document(one: Protection) -> dict[str, Any]:
     every_s = one.tier_every_s
     return {**asdict(one), "tier_every_s": every_s if math.isfinite(every_s) else None}
 
 
-def long(s: float) -> str:
+def format_span(s: float) -> str:
     """Return a time span in minutes up to years."""
     for unit, length_s in (("years", 31557600.0), ("days", 86400.0), ("h", 3600.0)):
         if s >= 2 * length_s:
@@ -178,7 +180,7 @@ def long(s: float) -> str:
     return f"{s / 60:.0f} min"
 
 
-def table(
+def format_plans(
     wish: RequestedProtection, plans: list[Protection], failures: FailureRate, racks: Sequence[DomainLoss] = ()
 ) -> str:
     """Return the plans as text: a line per fact, a column per plan.
@@ -188,44 +190,44 @@ def table(
     from gemini_hpc.report.columns import fold, measure_width
     from gemini_hpc.report.traffic_text import format_seconds, format_size
 
-    def percent(share: float) -> str:
+    def format_percent(share: float) -> str:
         """Return a percentage with enough digits to distinguish it from 100 %."""
         digits = 2 if share >= 1 or share <= 0.99 else min(9, 1 - math.floor(math.log10(1 - share)))
         return f"{100 * share:.{max(0, digits - 1)}f} %"
 
-    def fits(one: Protection) -> str:
+    def format_memory(one: Protection) -> str:
         return f"{format_size(one.needed_bytes)}{'' if one.fits else ': TOO MUCH'}"
 
-    def every(one: Protection) -> str:
+    def format_frequency(one: Protection) -> str:
         return "each" if one.every == 1 else f"1 in {one.every}"
 
-    def days(one: Protection) -> str:
-        return long(86400 / one.unserved_per_day) if one.unserved_per_day else "never"
+    def format_mean_time(one: Protection) -> str:
+        return format_span(86400 / one.unserved_per_day) if one.unserved_per_day else "never"
 
-    def tier(one: Protection) -> str:
-        return long(one.tier_every_s) if math.isfinite(one.tier_every_s) else "at the end"
+    def format_tier_interval(one: Protection) -> str:
+        return format_span(one.tier_every_s) if math.isfinite(one.tier_every_s) else "at the end"
 
     t = wish.training
     rows = [
-        ("memory per node", [fits(p) for p in plans]),
+        ("memory per node", [format_memory(p) for p in plans]),
         ("network time per save", [format_seconds(p.transfer_s) for p in plans]),
         ("CPU time for parity, per save", [format_seconds(p.fold_s) if p.parity else "-" for p in plans]),
-        ("iterations saved", [every(p) for p in plans]),
+        ("iterations saved", [format_frequency(p) for p in plans]),
         ("cost of saving", [f"{100 * p.overhead:.2f} %{'' if p.within else ': TOO MUCH'}" for p in plans]),
         ("iterations repeated, at most", [str(p.repeated) for p in plans]),
         *(
-            (f"{k} node{'s' * (k > 1)} lost at once: survived", [percent(p.survival[k]) for p in plans])
+            (f"{k} node{'s' * (k > 1)} lost at once: survived", [format_percent(p.survival[k]) for p in plans])
             for k in plans[0].survival
         ),
-        *([("a whole domain lost: survived", [percent(r.survived) for r in racks])] if racks else []),
-        *([('with failure_domains = "none"', [percent(r.as_listed) for r in racks])] if racks else []),
+        *([("a whole domain lost: survived", [format_percent(r.survived) for r in racks])] if racks else []),
+        *([('with failure_domains = "none"', [format_percent(r.as_listed) for r in racks])] if racks else []),
         ("work lost per failure", [format_seconds(p.lost_s) for p in plans]),
         ("time to resume, by requeue", [format_seconds(p.down_s[0]) for p in plans]),
         ("time to resume, with a spare", [format_seconds(p.down_s[1]) for p in plans]),
-        ("useful time, by requeue", [percent(p.effective[0]) for p in plans]),
-        ("useful time, with a spare", [percent(p.effective[1]) for p in plans]),
-        ("memory cannot repair, once in", [days(p) for p in plans]),
-        ("save to the tier every", [tier(p) for p in plans]),
+        ("useful time, by requeue", [format_percent(p.effective[0]) for p in plans]),
+        ("useful time, with a spare", [format_percent(p.effective[1]) for p in plans]),
+        ("memory cannot repair, once in", [format_mean_time(p) for p in plans]),
+        ("save to the tier every", [format_tier_interval(p) for p in plans]),
     ]
     lines = [
         f"{t.nodes} nodes, {format_size(t.node_bytes)} of state on each, "

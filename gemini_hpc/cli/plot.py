@@ -20,7 +20,7 @@ FORMS = ("png", "svg")
 _TIMES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # factors of the failure rate
 
 
-def _file(text: str) -> str:
+def _parse_file_name(text: str) -> str:
     if not text.endswith(tuple(f".{form}" for form in FORMS)) or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text[:80]!r}: wanted the name of a .png or .svg file")
     return text
@@ -29,11 +29,11 @@ def _file(text: str) -> str:
 def add_plot(parser: argparse.ArgumentParser) -> None:
     """Add the option to a parser."""
     parser.add_argument(
-        "--plot", type=_file, metavar="FILE", help="also draw it there, as .png or .svg; needs matplotlib"
+        "--plot", type=_parse_file_name, metavar="FILE", help="also draw it there, as .png or .svg; needs matplotlib"
     )
 
 
-def _write(path: str, draw: Callable[[str], bytes]) -> None:
+def _write_picture(path: str, draw: Callable[[str], bytes]) -> None:
     from gemini_hpc.report.drawing import MissingError
 
     try:
@@ -57,7 +57,7 @@ def draw_outcomes(path: str, title: str, found: dict[str, RunOutcome]) -> None:
         "repeated": [o.repeated_s / o.total_s for o in all_of],
         "down": [o.down_s / o.total_s for o in all_of],
     }
-    _write(path, lambda form: draw_stacked_bars(title, list(found), parts, form))
+    _write_picture(path, lambda form: draw_stacked_bars(title, list(found), parts, form))
 
 
 def draw_plans(path: str, wish: RequestedProtection, found: list[Protection]) -> None:
@@ -82,4 +82,4 @@ def draw_plans(path: str, wish: RequestedProtection, found: list[Protection]) ->
         for place, way in enumerate(("by requeue", "with a spare")):
             trains[f"{one.name}, {way}"] = [both[place] for both in at]
     time = Curves("time that trains", "failures of a node a day", rates, trains, logarithmic=True)
-    _write(path, lambda form: draw_curves([survived, time], form))
+    _write_picture(path, lambda form: draw_curves([survived, time], form))

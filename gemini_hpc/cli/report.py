@@ -39,7 +39,9 @@ def register(verbs: frame.Verbs) -> None:
         metavar="PATH",
         help="prefix of the file names, or an existing directory (default: gemini-JOBID)",
     )
-    parser.add_argument("--rank", metavar="R", type=_rank, help="draw this rank (default: the largest overhead)")
+    parser.add_argument(
+        "--rank", metavar="R", type=_parse_rank, help="draw this rank (default: the largest overhead)"
+    )
     parser.add_argument(
         "--training", metavar="NAME", dest="name", help="draw this training only (default: all, 16 at most)"
     )
@@ -47,7 +49,7 @@ def register(verbs: frame.Verbs) -> None:
     frame.add_config(parser)
 
 
-def _rank(text: str) -> int:
+def _parse_rank(text: str) -> int:
     if re.fullmatch(r"[0-9]{1,7}", text):
         return int(text)
     raise argparse.ArgumentTypeError(f"wanted a rank, found {text[:40]!r}")
@@ -61,13 +63,13 @@ def run(args: argparse.Namespace) -> frame.Result:
     settings, job = frame.find_job(args)
     if not args.json:
         require_matplotlib()
-    trainings, now = _shown(settings, job, args.name, args.rank), clock.time()
+    trainings, now = _fetch_trainings(settings, job, args.name, args.rank), clock.time()
     if args.json:
         return frame.Result(build_document(job, now, trainings), str)
-    return frame.Result(write(job, now, trainings, args.output or f"gemini-{job}"), "\n".join)
+    return frame.Result(write_report(job, now, trainings, args.output or f"gemini-{job}"), "\n".join)
 
 
-def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> list[Shown]:
+def _fetch_trainings(settings: Settings, job: int, name: str | None, rank: int | None) -> list[Shown]:
     from gemini_hpc.query import ask
     from gemini_hpc.report.report_data import choose_ranks, combine_answers
 
@@ -85,7 +87,7 @@ def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> 
     return trainings
 
 
-def write(job: int, now: float, trainings: list[Shown], output: str) -> list[str]:
+def write_report(job: int, now: float, trainings: list[Shown], output: str) -> list[str]:
     """Draw everything and return the names of the files, the page first.
 
     Raises `UserError` if a file cannot be written.
@@ -105,7 +107,7 @@ def write(job: int, now: float, trainings: list[Shown], output: str) -> list[str
             draw_steps(one, now) if list_saved_steps(one) else None,
         )
         drawn.append(pictures)
-        name = _file_name(one.training, number)
+        name = _choose_file_name(one.training, number)
         for what in ("steps", "timeline", "overhead"):
             png: bytes | None = getattr(pictures, what)
             if png is not None:
@@ -120,7 +122,7 @@ def write(job: int, now: float, trainings: list[Shown], output: str) -> list[str
     return list(files)
 
 
-def _file_name(name: str, number: int) -> str:
+def _choose_file_name(name: str, number: int) -> str:
     """Return a training's part of a file name.
 
     The training's name is its owner's choice, reported by an agent, and must not introduce a path.

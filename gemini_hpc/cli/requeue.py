@@ -39,14 +39,14 @@ def run(args: argparse.Namespace) -> frame.Result:
     saved = ask.flush(settings, job, lambda word: None)
     if why := "; ".join(word.reason for word in saved if word.reason):
         raise frame.UserError(f"job {job} runs on: {why} (scontrol requeue {job} requeues it all the same)")
-    asyncio.run(_requeue(job))
+    asyncio.run(_requeue_job(job))
     steps = {word.training: word.stamp.version for word in saved}
     told = ", ".join(f"{sanitize(name)} at step {step}" for name, step in steps.items())
     document = {"schema": 1, "job": job, "saved": steps}
     return frame.Result(document, lambda _: f"job {job} is requeued; saved: {told}")
 
 
-async def _requeue(job: int) -> None:
+async def _requeue_job(job: int) -> None:
     """Requeue the job.
 
     Raises:

@@ -51,7 +51,7 @@ def register(verbs: frame.Verbs) -> None:
     )
     parser.add_argument(
         "--max-restarts",
-        type=_count,
+        type=_parse_count,
         default=3,
         metavar="N",
         help="repeat at most N times; the count starts again with each newer sealed version (default 3)",
@@ -62,11 +62,14 @@ def register(verbs: frame.Verbs) -> None:
         help="start agents for this job, on a cluster where nobody has installed gemini-hpc",
     )
     parser.add_argument(
-        "--replicas", type=_replicas, metavar="R", help="with --own-agents: nodes that hold each shard (default 2)"
+        "--replicas",
+        type=_parse_replicas,
+        metavar="R",
+        help="with --own-agents: nodes that hold each shard (default 2)",
     )
     parser.add_argument(
         "--spares",
-        type=_count,
+        type=_parse_count,
         metavar="N",
         help="with --own-agents: nodes that wait to replace a lost one (default 0; needs sbatch --no-kill and the "
         "launcher)",
@@ -74,19 +77,19 @@ def register(verbs: frame.Verbs) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="e.g. srun python t.py")
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 1000:
         raise argparse.ArgumentTypeError(f"wanted a whole number from 0 to 1000, found {text!r}")
     return int(text)
 
 
-def _replicas(text: str) -> int:
-    if not 1 <= (count := _count(text)) <= REPLICAS_MAX:
+def _parse_replicas(text: str) -> int:
+    if not 1 <= (count := _parse_count(text)) <= REPLICAS_MAX:
         raise argparse.ArgumentTypeError(f"wanted a whole number from 1 to {REPLICAS_MAX}, found {text!r}")
     return count
 
 
-def _nodes_healthy(path: str, ended: threading.Event, *, own: bool = False) -> bool:
+def _await_healthy_nodes(path: str, ended: threading.Event, *, own: bool = False) -> bool:
     """Wait until no node has been dead or suspect for a while; return whether that was reached.
 
     The result is False if Slurm requeues the job (`ended`), or does not requeue it in time. With its own agents the
@@ -105,7 +108,7 @@ def _nodes_healthy(path: str, ended: threading.Event, *, own: bool = False) -> b
             return False
         if dead and clock.monotonic() - looked > LOOK_EVERY_S:
             looked = clock.monotonic()
-            if sendback.nodes_left():
+            if sendback.list_nodes_left():
                 _send_back("Slurm lets this job run on without its lost node (--no-kill)", ended)
                 return False
         if verdict.dead or verdict.suspect:
@@ -126,7 +129,7 @@ def _nodes_healthy(path: str, ended: threading.Event, *, own: bool = False) -> b
 def _send_back(why: str, ended: threading.Event) -> None:
     """Requeue the job, and wait for Slurm to end it."""
     _say(f"{why}: requeuing it")  # printed first, because Slurm's requeue ends this process
-    if problem := sendback.requeue():
+    if problem := sendback.requeue_job():
         _say(f"Slurm does not requeue this job: {problem}")
         return
     ended.wait(SENT_BACK_WAIT_S)
@@ -157,7 +160,7 @@ def _fit_nodes(environ: MutableMapping[str, str]) -> None:
 
     srun refuses the number of nodes that the job had before.
     """
-    left = sendback.nodes_left()
+    left = sendback.list_nodes_left()
     if not left:
         return
     names, had, tasks = ",".join(left), int(os.environ["SLURM_JOB_NUM_NODES"]), os.environ.get("SLURM_NTASKS", "")
@@ -179,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
         if args.replicas is not None or args.spares is not None:
             _say("--replicas and --spares are for --own-agents; otherwise give sbatch --gemini-replicas")
             return 2
-        return _run(command, args.max_restarts, own=False)
+        return _run_command(command, args.max_restarts, own=False)
     from gemini_hpc.cli.own_agents import OwnAgents, OwnAgentsError
 
     status = 1
@@ -189,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
             agents.start(os.environ)
             if args.spares and "gemini_hpc.launch" not in " ".join(command):
                 _say("--spares needs the launcher: ... -- srun python -m gemini_hpc.launch train.py")
-            status = _run(command, args.max_restarts, own=True)
+            status = _run_command(command, args.max_restarts, own=True)
         finally:
             agents.end(status)
     except OwnAgentsError as exc:
@@ -197,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _run(command: list[str], max_restarts: int, *, own: bool) -> int:
+def _run_command(command: list[str], max_restarts: int, *, own: bool) -> int:
     _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
     env = {**os.environ, **({RESTARTS_ENV: f"run-{os.urandom(8).hex()}"} if max_restarts else {})}
@@ -205,8 +208,8 @@ def _run(command: list[str], max_restarts: int, *, own: bool) -> int:
     attempts = RestartLimit(max_restarts)
     before: _Failure | None = None
     while True:
-        attempts.record_start(_reached(path))
-        known = _last(path)
+        attempts.record_start(_ask_reached(path))
+        known = _ask_last_end(path)
         try:
             step = _Step(command, env, path, ended, own=own)
         except OSError as exc:
@@ -218,17 +221,17 @@ def _run(command: list[str], max_restarts: int, *, own: bool) -> int:
         if not path:
             _say(f"the step ended with status {status}; not restarted: no agent protects this job")
             return status
-        reached = _reached(path)
-        healthy = _nodes_healthy(path, ended, own=own)
+        reached = _ask_reached(path)
+        healthy = _await_healthy_nodes(path, ended, own=own)
         if ended.is_set():
             return status
         if not healthy:
             return EXIT_NOT_REQUEUED
-        if sent := step.ended_by(status):
+        if sent := step.find_ending_signal(status):
             _say(f"somebody ended the step with {sent.name}: not restarted")
             return status
         told = f"the step ended with status {status}"
-        last = _last(path)
+        last = _ask_last_end(path)
         last = last if last != known else None  # otherwise it belongs to an earlier step
         if last is not None and last.given_up:  # attempts of the step's own launchers count here, too
             _say(f"{told}; not restarted: {last.given_up}")
@@ -245,7 +248,7 @@ def _run(command: list[str], max_restarts: int, *, own: bool) -> int:
         _fit_nodes(env)
 
 
-def _reached(path: str) -> Reached | None:
+def _ask_reached(path: str) -> Reached | None:
     verdict = ask_verdict(path) if path else None
     return None if verdict is None else Reached(verdict.sealed, verdict.begun)
 
@@ -271,7 +274,7 @@ class _Failure:
         return self.key == before.key if self.key and before.key else self.status == before.status
 
 
-def _last(path: str) -> StepEnd | None:
+def _ask_last_end(path: str) -> StepEnd | None:
     """Return the agent's knowledge of the end of the newest step."""
     verdict = ask_verdict(path) if path else None
     return verdict.last if verdict is not None else None
@@ -313,7 +316,7 @@ class _Step:
         elif self._child.poll() is None:
             self._child.send_signal(number)
 
-    def ended_by(self, status: int) -> signal.Signals | None:
+    def find_ending_signal(self, status: int) -> signal.Signals | None:
         """Return the signal with which a person ended the step, None if there is none.
 
         The signal was sent to the step's ranks (`scancel --signal`), or passed on. SIGTERM counts only if it
@@ -334,22 +337,22 @@ class _Step:
             try:
                 code = self._child.wait(0.1)
             except subprocess.TimeoutExpired:
-                gone = self._own and self._node_gone()
-                if not gone and not (self._ended.is_set() and self._node_lost()):
+                gone = self._own and self._lacks_node()
+                if not gone and not (self._ended.is_set() and self._has_dead_node()):
                     continue
                 if gone:  # otherwise Slurm has told srun to end
                     self._child.terminate()
-                code = self._end(self._child)
+                code = self._end_child(self._child)
             return code if code >= 0 else 128 - code
 
-    def _end(self, child: subprocess.Popen[bytes]) -> int:
+    def _end_child(self, child: subprocess.Popen[bytes]) -> int:
         try:
             return child.wait(LOST_GRACE_S)
         except subprocess.TimeoutExpired:
             child.kill()
             return child.wait()
 
-    def _node_gone(self) -> bool:
+    def _lacks_node(self) -> bool:
         """Return whether a node has been lost for a while and nobody replaces it.
 
         Without a controller nobody ends the step, in which the other ranks may wait for the lost node for long.
@@ -368,6 +371,6 @@ class _Step:
         )
         return True
 
-    def _node_lost(self) -> bool:
+    def _has_dead_node(self) -> bool:
         verdict = ask_verdict(self._socket_path, 0.5) if self._socket_path else None
         return verdict is not None and bool(verdict.dead)

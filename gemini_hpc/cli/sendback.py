@@ -11,13 +11,13 @@ from gemini_hpc.slurm.facts import RUNNING
 TIMEOUT_S = 15.0
 
 
-def nodes_left() -> tuple[str, ...]:
+def list_nodes_left() -> tuple[str, ...]:
     """Return the remaining nodes of the running job if Slurm has removed lost nodes (`sbatch --no-kill`).
 
     Returns:
         The remaining nodes; () if none was removed, or if that is unknown.
     """
-    raw_id, nodes = _number("SLURM_JOB_ID"), _number("SLURM_JOB_NUM_NODES")
+    raw_id, nodes = _read_number("SLURM_JOB_ID"), _read_number("SLURM_JOB_NUM_NODES")
     if not raw_id or nodes < 2:
         return ()
     try:
@@ -27,28 +27,28 @@ def nodes_left() -> tuple[str, ...]:
     return job.nodes if job.state == RUNNING and 0 < len(job.nodes) < nodes else ()
 
 
-def started_at() -> float:
+def read_start_time() -> float:
     """Return the Unix time at which this incarnation of the job began, 0.0 if that is unknown."""
     try:
-        return asyncio.run(Slurm(TIMEOUT_S).read_job(_number("SLURM_JOB_ID"))).start_time
+        return asyncio.run(Slurm(TIMEOUT_S).read_job(_read_number("SLURM_JOB_ID"))).start_time
     except SlurmError:
         return 0.0
 
 
-def requeue() -> str:
+def requeue_job() -> str:
     """Ask Slurm to requeue this job; return the reason for a refusal, or ""."""
     try:
-        asyncio.run(_requeue(_number("SLURM_JOB_ID")))
+        asyncio.run(_requeue_job(_read_number("SLURM_JOB_ID")))
     except SlurmError as exc:
         return str(exc)
     return ""
 
 
-async def _requeue(raw_id: int) -> None:
+async def _requeue_job(raw_id: int) -> None:
     slurm = Slurm(TIMEOUT_S)
     await slurm.requeue_job(await slurm.read_job(raw_id))
 
 
-def _number(name: str) -> int:
+def _read_number(name: str) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 11 else 0

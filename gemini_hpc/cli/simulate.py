@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
-from gemini_hpc.cli.amounts import add_storage, count, number, rate, size
-from gemini_hpc.cli.failures import add_failures, rate_of, read_lines
+from gemini_hpc.cli.amounts import add_storage, build_count_parser, build_number_parser, parse_rate, parse_size
+from gemini_hpc.cli.failures import add_failures, read_failure_rate, read_lines
 from gemini_hpc.cli.frame import UsageError
 from gemini_hpc.cli.plot import add_plot, draw_outcomes
 from gemini_hpc.wire.sanitize import sanitize
@@ -26,7 +26,7 @@ SCHEMA = 1
 _PROGRESS_EVERY_S = 0.1  # a terminal can show no more, and a scheme must not wait for it
 
 
-def _schemes(text: str) -> list[str]:
+def _parse_schemes(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in _SCHEMES:
@@ -53,12 +53,20 @@ def register(verbs: frame.Verbs) -> None:
     parser.add_argument(
         "--figure", choices=_NAMES, metavar="NAME", help=f"print this figure instead: {', '.join(_NAMES)}"
     )
-    parser.add_argument("--schemes", type=_schemes, default=list(_SCHEMES), help="comma-separated (default: all)")
-    parser.add_argument("--nodes", type=count(2, 200_000), default=1000, metavar="N", help="default: %(default)s")
-    parser.add_argument("--state", type=size, default=1203e9, metavar="SIZE", help="of all ranks (default: 1.2TB)")
-    parser.add_argument("--iteration", type=number(0.01, 1e5), default=62.0, metavar="S", help="default: 62 s")
     parser.add_argument(
-        "--network", type=rate, default=50e9, metavar="RATE", help="of a node, in bits/s (default: 400Gbps)"
+        "--schemes", type=_parse_schemes, default=list(_SCHEMES), help="comma-separated (default: all)"
+    )
+    parser.add_argument(
+        "--nodes", type=build_count_parser(2, 200_000), default=1000, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--state", type=parse_size, default=1203e9, metavar="SIZE", help="of all ranks (default: 1.2TB)"
+    )
+    parser.add_argument(
+        "--iteration", type=build_number_parser(0.01, 1e5), default=62.0, metavar="S", help="default: 62 s"
+    )
+    parser.add_argument(
+        "--network", type=parse_rate, default=50e9, metavar="RATE", help="of a node, in bits/s (default: 400Gbps)"
     )
     add_storage(parser)
     add_failures(parser).add_argument(
@@ -67,21 +75,23 @@ def register(verbs: frame.Verbs) -> None:
         help="take the failures themselves from there: lines of seconds, node ranks and kind, such as "
         "'3600 4-7,9 hardware'",
     )
-    parser.add_argument("--replicas", type=count(1, 8), default=2, metavar="M", help="copies in memory (default: 2)")
     parser.add_argument(
-        "--standby", type=count(0, 100_000), default=0, metavar="N", help="nodes that wait (default: 0)"
+        "--replicas", type=build_count_parser(1, 8), default=2, metavar="M", help="copies in memory (default: 2)"
     )
-    parser.add_argument("--days", type=number(0.01, 3650), default=30.0, help="default: 30")
+    parser.add_argument(
+        "--standby", type=build_count_parser(0, 100_000), default=0, metavar="N", help="nodes that wait (default: 0)"
+    )
+    parser.add_argument("--days", type=build_number_parser(0.01, 3650), default=30.0, help="default: 30")
     parser.add_argument(
         "--shape",
-        type=number(0.1, 10),
+        type=build_number_parser(0.1, 10),
         default=1.0,
         help="of the Weibull distribution; below 1: bursts (default: 1)",
     )
     parser.add_argument(
-        "--repair", type=number(0, 1e4), default=24.0, metavar="HOURS", help="of a node (default: 24)"
+        "--repair", type=build_number_parser(0, 1e4), default=24.0, metavar="HOURS", help="of a node (default: 24)"
     )
-    parser.add_argument("--seed", type=count(0, 1 << 31), default=1, help="of the failures (default: 1)")
+    parser.add_argument("--seed", type=build_count_parser(0, 1 << 31), default=1, help="of the failures (default: 1)")
     add_plot(parser)
     frame.add_json(parser, "print one JSON document (schema 1)")
 
@@ -98,29 +108,29 @@ def run(args: argparse.Namespace) -> frame.Result:
     if args.figure and args.plot:
         raise UsageError("--plot draws a simulation, and no figure of --figure")
     if args.figure == "goodput":
-        return _goodput()
+        return _build_goodput()
     if args.figure:
         figure = FIGURES[args.figure]()
         document = {"schema": SCHEMA, "figure": args.figure, **asdict(figure)}
-        return frame.Result(document, lambda _: table(figure))
+        return frame.Result(document, lambda _: format_figure(figure))
     if args.replicas > args.nodes:
         raise UsageError(f"{args.replicas} replicas on {args.nodes} nodes")
     try:
-        rate = rate_of(args)
+        rate = read_failure_rate(args)
         faults = Faults(rate.per_day, rate.hardware, args.shape, args.repair * 3600)
-        outcomes = _outcomes(args, faults)
+        outcomes = _simulate_schemes(args, faults)
         if args.plot:
-            draw_outcomes(args.plot, _head(args, outcomes), outcomes)
+            draw_outcomes(args.plot, _build_title(args, outcomes), outcomes)
     except ValueError as error:
         raise UsageError(str(error)) from None
     failures = {"per_day": None, "hardware": None, "source": args.trace} if args.trace else asdict(rate)
     found = {name: {**asdict(o), "goodput": o.goodput} for name, o in outcomes.items()}
     told = f"failures: those of {args.trace}" if args.trace else rate.text()
     document = {"schema": SCHEMA, "failures": failures, "schemes": found}
-    return frame.Result(document, lambda _: _lines(args, outcomes, told))
+    return frame.Result(document, lambda _: _format_outcomes(args, outcomes, told))
 
 
-def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, RunOutcome]:
+def _simulate_schemes(args: argparse.Namespace, faults: Faults) -> dict[str, RunOutcome]:
     """Return the outcomes by the name of the scheme. Raises `UsageError`, ValueError."""
     from gemini_hpc.forecast import schemes
     from gemini_hpc.forecast.simulation import simulate
@@ -128,14 +138,14 @@ def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, RunOutcome]
     training = schemes.TrainingFigures(
         args.nodes, args.state, args.iteration, args.network, args.storage, replicas=args.replicas
     )
-    failures = _failures(args, faults)
+    failures = _prepare_failures(args, faults)
     live, found = sys.stderr.isatty(), {}
     try:
         for name in args.schemes:
             found[name] = simulate(
                 schemes.SCHEMES[name](training),
                 schemes.strawman(training),
-                _shown(name, failures(), args.days) if live else failures(),
+                _show_progress(name, failures(), args.days) if live else failures(),
                 nodes=args.nodes,
                 days=args.days,
                 standby=args.standby,
@@ -147,7 +157,7 @@ def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, RunOutcome]
     return found
 
 
-def _failures(args: argparse.Namespace, faults: Faults) -> Callable[[], Iterable[NodeFailure]]:
+def _prepare_failures(args: argparse.Namespace, faults: Faults) -> Callable[[], Iterable[NodeFailure]]:
     """Return a function that produces the same failures for each scheme."""
     from random import Random
 
@@ -162,7 +172,7 @@ def _failures(args: argparse.Namespace, faults: Faults) -> Callable[[], Iterable
     return lambda: found
 
 
-def _shown(name: str, failures: Iterable[NodeFailure], days: float) -> Iterator[NodeFailure]:
+def _show_progress(name: str, failures: Iterable[NodeFailure], days: float) -> Iterator[NodeFailure]:
     """Yield the failures, and show on the terminal how far the simulation has come."""
     shown_at = float("-inf")
     for failure in failures:
@@ -176,17 +186,17 @@ def _overwrite_line(text: str) -> None:
     print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)
 
 
-def _head(args: argparse.Namespace, outcomes: dict[str, RunOutcome]) -> str:
+def _build_title(args: argparse.Namespace, outcomes: dict[str, RunOutcome]) -> str:
     failures = next(iter(outcomes.values())).failures
     return f"{args.nodes} nodes and {args.standby} that stand by, {args.days:g} days, {failures} failures of nodes"
 
 
-def _lines(args: argparse.Namespace, outcomes: dict[str, RunOutcome], failures: str) -> str:
+def _format_outcomes(args: argparse.Namespace, outcomes: dict[str, RunOutcome], failures: str) -> str:
     from gemini_hpc.report.columns import fold, measure_width
 
     paid = args.nodes / (args.nodes + args.standby)
     lines = [
-        _head(args, outcomes),
+        _build_title(args, outcomes),
         *fold(sanitize(failures), measure_width()),
         f"{'scheme':<12}{'training':>10}{'of all paid':>13}{'stalled':>9}{'repeated':>10}{'down':>8}"
         f"{'from storage':>14}",
@@ -201,7 +211,7 @@ def _lines(args: argparse.Namespace, outcomes: dict[str, RunOutcome], failures: 
     return "\n".join(lines)
 
 
-def _goodput() -> frame.Result:
+def _build_goodput() -> frame.Result:
     from gemini_hpc.forecast import goodput
     from gemini_hpc.report.columns import fold, measure_width
 
@@ -228,7 +238,7 @@ def _goodput() -> frame.Result:
     return frame.Result(document, lambda _: "\n".join(lines))
 
 
-def table(figure: Figure) -> str:
+def format_figure(figure: Figure) -> str:
     """Return the figure as text for a terminal."""
     from gemini_hpc.report.columns import fold, measure_width
 

@@ -38,11 +38,11 @@ def register(verbs: frame.Verbs) -> None:
 
 def run(args: argparse.Namespace) -> frame.Result:
     """List the versions."""
-    found = collect(find_directory(args.what, args.tier, args.config))
-    return frame.Result({"schema": SCHEMA, "versions": found}, lambda _: _table(found))
+    found = list_versions(find_directory(args.what, args.tier, args.config))
+    return frame.Result({"schema": SCHEMA, "versions": found}, lambda _: _format_versions(found))
 
 
-def collect(path: str) -> list[dict[str, Any]]:
+def list_versions(path: str) -> list[dict[str, Any]]:
     """Return all whole versions below a job's or a training's directory. Raises ValueError, OSError."""
     from gemini_hpc.core.numbers import TRAINING_NAME
     from gemini_hpc.tier import names, version
@@ -70,7 +70,7 @@ def collect(path: str) -> list[dict[str, Any]]:
     return found
 
 
-def _table(found: list[dict[str, Any]]) -> str:
+def _format_versions(found: list[dict[str, Any]]) -> str:
     rows = [("SET", "VERSION", "RANKS", "SIZE", "SAVED", "NAMES")]
     for v in found:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["time"]))

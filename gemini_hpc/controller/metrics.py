@@ -18,7 +18,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.controller.withheld import Withheld, count_verdicts
-from gemini_hpc.query.figures import compute_sealed_age, count_survivable_nodes, find_sealed_version, find_user_name
+from gemini_hpc.query.figures import compute_sealed_age_s, count_survivable_nodes, find_sealed_version, find_user_name
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -208,7 +208,7 @@ def _of_jobs(jobs: list[tuple[Track, Document]]) -> Iterator[Metric]:
         labels = [str(track.raw_id), find_user_name(track.user_id)]
         for family, value in (
             (step, find_sealed_version(d)),
-            (age, compute_sealed_age(d)),
+            (age, compute_sealed_age_s(d)),
             (survives, count_survivable_nodes(d)),
         ):
             if value is not None:

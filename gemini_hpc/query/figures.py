@@ -7,7 +7,7 @@ import pwd
 from gemini_hpc.query.inspect_document import Document
 
 
-def compute_sealed_age(d: Document) -> float | None:
+def compute_sealed_age_s(d: Document) -> float | None:
     """Return the age of the newest sealed version, for the training where it is oldest.
 
     The age is None if a training has no sealed version.

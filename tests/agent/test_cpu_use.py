@@ -98,7 +98,7 @@ def test_inspect_names_the_busiest_agent() -> None:
     """One sentence; none where no agent tells (an older one)."""
     idle = {"host": "n1", "cpu": {"cores": 0.02, "allowed_cores": 0.5, "version_s": None, "gb_s": None}}
     busy = {"host": "n2", "cpu": {"cores": 0.31, "allowed_cores": 0.5, "version_s": 1.25, "gb_s": 0.42}}
-    assert inspect._cpu([{"host": "n0", "cpu": None}, {"host": "n3"}]) == ""
-    assert inspect._cpu([idle]) == "processors: the agent on n1 uses 0.02 cores of the 0.5 that it may"
+    assert inspect._describe_cpu([{"host": "n0", "cpu": None}, {"host": "n3"}]) == ""
+    assert inspect._describe_cpu([idle]) == "processors: the agent on n1 uses 0.02 cores of the 0.5 that it may"
     expected = "on n2 uses 0.31 cores of the 0.5 that it may; 1.2 core-seconds a version, 0.42 a GB of copies"
-    assert inspect._cpu([idle, busy]).endswith(expected)
+    assert inspect._describe_cpu([idle, busy]).endswith(expected)

@@ -54,7 +54,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {**JOB, "HOME": str(tmp_path), "PATH": f"{srun.parent}:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, text)
     monkeypatch.setattr(verb, "HEALTHY_FOR_S", 0.0)
-    monkeypatch.setattr(sendback, "started_at", lambda: 0.0)
+    monkeypatch.setattr(sendback, "read_start_time", lambda: 0.0)
     return tmp_path
 
 
@@ -118,7 +118,7 @@ def test_after_a_failure_the_key_stays_for_the_jobs_next_life(
     assert stat.S_IMODE(mode) == 0o600 and stat.S_IMODE(key_file(home).parent.stat().st_mode) == 0o700
     os.environ.pop("GEMINI_SOCKET")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    monkeypatch.setattr(sendback, "started_at", lambda: time.time() + 1000)
+    monkeypatch.setattr(sendback, "read_start_time", lambda: time.time() + 1000)
     assert main(*fail) == 3
     assert key_file(home).read_bytes() == first
     os.environ.pop("GEMINI_SOCKET")
@@ -217,13 +217,16 @@ def test_replicas_and_spares_are_for_own_agents(capfd: pytest.CaptureFixture[str
     ],
 )
 def test_copies_take_half_of_the_jobs_memory(environ: dict[str, str], mib: int) -> None:
-    assert own_agents.Allocation.of({**JOB, "SLURM_MEM_PER_NODE": "", **environ}).share_bytes() == mib << 20
+    assert (
+        own_agents.Allocation.from_environ({**JOB, "SLURM_MEM_PER_NODE": "", **environ}).compute_share_bytes()
+        == mib << 20
+    )
 
 
 def test_a_job_without_a_limit_has_its_part_of_the_node() -> None:
     def share(cpus: str) -> int:
         job = {**JOB, "SLURM_MEM_PER_NODE": "", "SLURM_JOB_CPUS_PER_NODE": cpus}
-        return own_agents.Allocation.of(job).share_bytes()
+        return own_agents.Allocation.from_environ(job).compute_share_bytes()
 
     everything = share("1000")
     assert 0 < share("1") <= everything < 1 << 44
@@ -257,18 +260,18 @@ def test_a_lost_node_ends_the_step_unless_a_spare_takes_its_place(
     """No controller does it: the other ranks may wait for the lost node for half an hour."""
     requeued: list[str] = []
 
-    def requeue() -> str:
+    def requeue_job() -> str:
         requeued.append("now")
         return ""
 
     for name, value in (("OWN_LOOK_S", 0.05), ("OWN_LOST_S", 0.2), ("SENT_BACK_WAIT_S", 0.0)):
         monkeypatch.setattr(verb, name, value)
     monkeypatch.setattr(verb, "ask_verdict", lambda *_: verdict)
-    monkeypatch.setattr(sendback, "requeue", requeue)
+    monkeypatch.setattr(sendback, "requeue_job", requeue_job)
     monkeypatch.setenv("GEMINI_SOCKET", "/nowhere/agent.sock")
     before = {number: signal.getsignal(number) for number in (*SENT, signal.SIGCONT)}
     try:
-        assert verb._run(["sleep", "0.7" if status == 0 else "60"], 3, own=True) == status
+        assert verb._run_command(["sleep", "0.7" if status == 0 else "60"], 3, own=True) == status
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.cli.main import main
-from gemini_hpc.cli.plan import long
+from gemini_hpc.cli.plan import format_span
 
 from .refused import refused
 
@@ -100,4 +100,4 @@ def test_a_wrong_word_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_long_times() -> None:
     for s, text in ((90.0, "2 min"), (7200.0, "2 h"), (864000.0, "10 days"), (1e9, "32 years"), (1e15, ">10k years")):
-        assert long(s) == text, s
+        assert format_span(s) == text, s

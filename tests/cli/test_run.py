@@ -79,7 +79,7 @@ def test_a_step_fits_the_nodes_that_a_job_with_spares_goes_on_with(monkeypatch: 
     for name, text in before.items():
         monkeypatch.setenv(name, text)
     for left in ((), ("n1", "n3", "n4"), ("n1", "n4")):
-        monkeypatch.setattr(sendback, "nodes_left", lambda left=left: left)
+        monkeypatch.setattr(sendback, "list_nodes_left", lambda left=left: left)
         environ = dict(before)
         for _ in range(2):  # before each further step
             verb._fit_nodes(environ)
@@ -327,5 +327,5 @@ def test_where_nobody_requeues_the_job_it_asks_for_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(verb, "ask_verdict", lambda _: local.Verdict(dead=("b",), alive=("a",)))
     for refuses, last in ((False, "40_42"), (True, "Slurm does not requeue this job: not now")):
         monkeypatch.setattr(Asked, "refuses", refuses)
-        assert not verb._nodes_healthy("", threading.Event()), last
+        assert not verb._await_healthy_nodes("", threading.Event()), last
         assert happened[-2:] == ["nobody has requeued this job in 0.3 s: requeuing it", last]

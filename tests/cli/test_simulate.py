@@ -116,11 +116,11 @@ def test_a_wrong_word_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sizes() -> None:
     for text, bytes_ in (("1.2TB", 1.2e12), ("400G", 4e11), ("1203e9", 1203e9), ("75GB", 75e9), ("12", 12.0)):
-        assert amounts.size(text) == pytest.approx(bytes_), text
+        assert amounts.parse_size(text) == pytest.approx(bytes_), text
 
 
 def test_rates_are_in_bits() -> None:
     for bare in ("100", "1e9", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="such as 100Gbps"):
-            amounts.rate(bare)
-    assert amounts.rate("400Gbps") == pytest.approx(50e9) and amounts.rate("8M") == pytest.approx(1e6)
+            amounts.parse_rate(bare)
+    assert amounts.parse_rate("400Gbps") == pytest.approx(50e9) and amounts.parse_rate("8M") == pytest.approx(1e6)

@@ -84,7 +84,7 @@ def test_the_outlook(d: Document, host: str, wanted: Outlook) -> None:
 
 
 def test_a_job_that_nobody_protects_does_not_survive() -> None:
-    found = node.document("n3", "ALLOCATED", [(0, 7), (0, 8)], {7: document()}, 2, NOW)
+    found = node.build_document("n3", "ALLOCATED", [(0, 7), (0, 8)], {7: document()}, 2, NOW)
     assert [(j["job"], j["survives"], j["step"]) for j in found["jobs"]] == [(7, True, 5), (8, False, None)]
     assert found["jobs"][1]["why"] == UNPROTECTED.why and json.loads(json.dumps(found)) == found
     text = node.render(found).splitlines()
@@ -96,7 +96,7 @@ def test_a_job_that_nobody_protects_does_not_survive() -> None:
 
 
 def test_an_empty_node() -> None:
-    assert node.render(node.document("n3", "IDLE+DRAIN", [], {}, 0, NOW)).splitlines() == [
+    assert node.render(node.build_document("n3", "IDLE+DRAIN", [], {}, 0, NOW)).splitlines() == [
         "node n3 is IDLE+DRAIN",
         "no job of yours runs there",
     ]
@@ -105,7 +105,7 @@ def test_an_empty_node() -> None:
 def test_text_of_others_cannot_steer_the_terminal() -> None:
     d = document(note="x\x1b[31m")
     d["slurm"]["id"] = "7\x1b]0;t\x07"
-    assert "\x1b" not in node.render(node.document("n3", "IDLE", [(0, 7)], {7: d}, 0, NOW))
+    assert "\x1b" not in node.render(node.build_document("n3", "IDLE", [(0, 7)], {7: d}, 0, NOW))
 
 
 # ---- requeue --after-save ------------------------------------------------------------------------------

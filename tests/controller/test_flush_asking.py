@@ -164,5 +164,5 @@ def test_a_watch_outlives_a_line_that_the_controller_has_closed(monkeypatch: pyt
 
     monkeypatch.setattr(ask, "ControllerLine", Line)
     source = inspect._AnswerSource(Settings(), 7)
-    assert [source.document()["asked"] for _ in range(3)] == ["controller"] * 3
+    assert [source.fetch_document()["asked"] for _ in range(3)] == ["controller"] * 3
     assert made == [7, 7, 7]

@@ -153,7 +153,7 @@ def test_the_table() -> None:
 
 def test_a_row_of_a_living_job() -> None:
     d = build_inspect_document(7, pairs({}), NIGHT[:6], SLURM, (), "controller", NOW)
-    assert figures.count_survivable_nodes(d) == 1 and figures.compute_sealed_age(d) is not None
+    assert figures.count_survivable_nodes(d) == 1 and figures.compute_sealed_age_s(d) is not None
     nothing = build_inspect_document(
         7, pairs(dict.fromkeys(("n1", "n2", "n3", "n4"), 0))[:1], [], SLURM, (), "controller", NOW
     )
@@ -209,8 +209,8 @@ class Answers:
 def test_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "ControllerLine", Answers)
     for word, expected in (("30m", []), ("2h", [1]), ("1d", [1]), ("3d", [1, 2])):
-        found = jobs.collect(Settings(), since_s=amounts.span(word), now=NOW)["jobs"]
+        found = jobs.collect_jobs(Settings(), since_s=amounts.parse_span(word), now=NOW)["jobs"]
         assert [row["job"] for row in found] == expected, word
     for word in ("", "d", "3", "-3d", "3.5h", "0h", "3 d", "1w", "\u0663d", "9" * 30 + "d"):
         with pytest.raises(argparse.ArgumentTypeError, match="90m, 8h or 3d"):
-            amounts.span(word)
+            amounts.parse_span(word)

@@ -182,10 +182,10 @@ def test_a_log_that_is_none(kind: str, tmp_path: Path) -> None:
         log.write_text("root:x\n" if kind == "no JSON" else "7\n")
     run = demo.TrainingRun(Site(tmp_path), 7, tmp_path, 1)  # type: ignore[arg-type]
     if kind == "pipe":
-        assert run.lines() == []
+        assert run.read_log() == []
         return
     with pytest.raises(demo.DemoFailed, match="no log of a training"):
-        run.lines()
+        run.read_log()
 
 
 def test_what_cannot_be_undone_is_said_and_kept(

@@ -286,7 +286,7 @@ def test_files(
 
 def test_a_set_named_like_a_path_stays_in_the_directory(tmp_path: Path) -> None:
     trainings = [Shown(name, 0, "n1", STEADY, TIMELINE, ()) for name in ("../../x", "/etc/passwd", "a\0b", "ok", "")]
-    paths = report.write(7, 1.7e9, trainings, str(tmp_path))
+    paths = report.write_report(7, 1.7e9, trainings, str(tmp_path))
     assert sorted(paths) == sorted(str(p) for p in tmp_path.iterdir())
     names = [p.rsplit("/", 1)[1] for p in paths]
     assert names == ["gemini-7.html", *(f"gemini-7-{n}-timeline.png" for n in ("set0", "set1", "set2", "ok", "set4"))]
@@ -340,6 +340,6 @@ def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_errors_are_errors_of_the_user() -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        report._rank("1e3")
+        report._parse_rank("1e3")
     with pytest.raises(UserError, match=r"/dev/null/x\.html: Not a directory"):
-        report.write(7, 1.0, [ONE], "/dev/null/x")
+        report.write_report(7, 1.0, [ONE], "/dev/null/x")
