@@ -129,7 +129,7 @@ def measure(directory: str, node_bytes: int, runs: int, ranks: int, started: lis
         thread.join()
     plain: list[subprocess.Popen[str]] = []
     if ranks == 1:
-        words = [sys.executable, f"{here}/plainpush.py", str(node_bytes), str(stripes.usual())]
+        words = [sys.executable, f"{here}/plainpush.py", str(node_bytes), str(stripes.count_connections())]
         plain.append(_start(words))
         started.append(plain[0])
         assert plain[0].stdout is not None

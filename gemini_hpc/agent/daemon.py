@@ -573,7 +573,7 @@ class Agent:
         self._cpu.sealed(training, stamp)
         if stamp.epoch == self.membership.epoch:
             self.membership.record_seal(training.name)
-        self.transfers.pulls.overtaken(training.name, stamp)
+        self.transfers.pulls.stop_overtaken(training.name, stamp)
         self.spares.sealed()
         if known := self._sick.known():  # perhaps found sick before a requeue
             self.spares.move(known)

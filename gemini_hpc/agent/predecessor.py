@@ -58,7 +58,7 @@ class Predecessor:
         incarnation = self._membership.incarnation
         return incarnation.attach.after if incarnation is not None else 0
 
-    def client(self, host: str, purpose: str, job: int) -> HandshakeClient:
+    def build_client(self, host: str, purpose: str, job: int) -> HandshakeClient:
         """Return the calling side of a handshake with the predecessor's agent on a host."""
         me = self._identity
         return HandshakeClient(
@@ -73,7 +73,7 @@ class Predecessor:
             heir=me.job,
         )
 
-    async def handover(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
+    async def request_handover(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
         """Return the memory of a copy from the predecessor's agent on this node. Its bytes are not checked.
 
         Return None if the agent does not give it away.
@@ -133,7 +133,7 @@ class Predecessor:
         settings = self._identity.settings
         ports = [port] if port else candidates(settings, job)
         address = settings.address_of(host)
-        link, _ = await connect_any(address, ports, lambda: self.client(host, purpose, job), DIAL_S, wordy=True)
+        link, _ = await connect_any(address, ports, lambda: self.build_client(host, purpose, job), DIAL_S, wordy=True)
         return link
 
     # ---- telling ---------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from gemini_hpc.agent.sessions import RequestRejected, Sessions
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.tier_parts import TierParts
 from gemini_hpc.agent.transfer.pull import PullFailed
-from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.agent.transfer.threads import run_beside
 from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.core import ranges
 from gemini_hpc.core.digest import is_digest
@@ -90,7 +90,7 @@ class RankRequests:
         """Handle the end of a connection: void the slots that the process was filling."""
         self._void(client)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
-        self._outgoing.gone(client)
+        self._outgoing.stop_channels(client)
         self._rescue.gone(client)
         if writing := replica_fills.on_disconnect(client, list(self._store)):
             self._spawn(replica_fills.wait_for_end(client, writing))
@@ -290,7 +290,7 @@ class RankRequests:
         for index in sorted((0, 1), key=lambda index: shard.pair.slots[index].stamp or Stamp(0, 0)):
             async with self._populating:
                 if (memory := shard.memory[index]).fd >= 0:  # else it was trimmed or freed
-                    await beside("gemini-populate", memory.populate)
+                    await run_beside("gemini-populate", memory.populate)
 
     async def _register_parity(self, client: LocalClient, training: Training, m: local.Register) -> Reply:
         """Register the parity kept beside a shard of this node, made of shards of its group's other nodes."""

@@ -46,7 +46,7 @@ def start(request: Request) -> None:
     if at := request.get("flips"):
         flip(at)
     if request.get("stripes"):
-        stripes.usual = lambda: request["stripes"]
+        stripes.count_connections = lambda: request["stripes"]
     if request.get("fill_wait_s"):
         replica_fills.WAIT_S = request["fill_wait_s"]
     if request["tiered"]:  # workers are forked by a supervisor, with which the agent dies

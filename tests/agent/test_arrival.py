@@ -61,7 +61,7 @@ def test_chunks_in_any_order_give_the_digest_of_the_bytes(
     for start, end in there:
         slot[start:end] = DATA[start:end]
     arrival = Arrival(memoryview(slot), SIZE, there)
-    present = [number for run in arrival.present_runs() for number in range(*run)]
+    present = [number for run in arrival.list_present_runs() for number in range(*run)]
     for number, start, end in arrival.pieces.enumerate_bounds(0, arrival.pieces.count):
         assert (number in present) == any(a <= start and end <= b for a, b in ranges.merge_ranges(there))
         if number in present:

@@ -18,7 +18,7 @@ import pytest
 from gemini_hpc.agent.replicas import digest_pool
 from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.agent.replicas.store import Store
-from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.agent.transfer.threads import run_beside
 from gemini_hpc.client import mapped_slots
 from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, SlotMappings, populate
 from gemini_hpc.config import Settings
@@ -201,6 +201,6 @@ def test_a_movers_thread_goes_behind_the_training() -> None:
         other.start()
         other.join()
 
-    asyncio.run(beside("gemini-test", work))
+    asyncio.run(run_beside("gemini-test", work))
     nice()
     assert found[:2] == [max(priority.NICE, found[2])] * 2

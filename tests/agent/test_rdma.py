@@ -58,7 +58,7 @@ def use(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
         poll.register(fd, rdma.select.POLLIN)
         return bool(poll.poll(0 if wire.under_way else 1))
 
-    monkeypatch.setattr(rdma, "_readable", readable)
+    monkeypatch.setattr(rdma, "_wait_readable", readable)
     monkeypatch.setattr(rdma, "_WRITE_BYTES", 2 * PACKET_BYTES)
     monkeypatch.setattr(rdma, "_DEPTH", 3)
 
@@ -512,8 +512,8 @@ def test_a_trial_without_an_answer_of_the_device_ends(agents: Agents) -> None:
 
 
 def registered(device: Rdma, memory: Memfd) -> Registered:
-    until(lambda: device.registered(memory) is not None, what="the registration")
-    found = device.registered(memory)
+    until(lambda: device.find_registration(memory) is not None, what="the registration")
+    found = device.find_registration(memory)
     assert found is not None
     return found
 
@@ -521,11 +521,11 @@ def registered(device: Rdma, memory: Memfd) -> Registered:
 def test_a_slot_is_registered_beside_the_versions_until_its_memory_goes(agents: Agents) -> None:
     agents.start()
     memory = Memfd("gemini:t", BYTES, slot=True)
-    assert agents.rdma["home"].writer(memory) is None, "the first version goes over TCP"
+    assert agents.rdma["home"].open_writer(memory) is None, "the first version goes over TCP"
     made = registered(agents.rdma["home"], memory)
-    assert agents.rdma["home"].registered(memory) is made
+    assert agents.rdma["home"].find_registration(memory) is made
     memory.close()
-    assert made.region.closed and agents.rdma["home"].registered(memory) is None
+    assert made.region.closed and agents.rdma["home"].find_registration(memory) is None
     assert memory._map is None
 
 
@@ -541,7 +541,7 @@ def test_memory_that_goes_while_it_is_registered_is_let_go(agents: Agents) -> No
             made.append(self)
 
     agents.monkeypatch.setattr(rdma, "Registered", Slow)
-    assert agents.rdma["home"].registered(memory) is None
+    assert agents.rdma["home"].find_registration(memory) is None
     memory.close()
     goes_on.set()
     until(lambda: bool(made) and made[0].region.closed, what="the end of the registration")
@@ -551,10 +551,10 @@ def test_a_limit_of_locked_memory_leaves_a_slot_to_tcp(agents: Agents) -> None:
     agents.start()
     agents.verbs["home"].faults = {"reg_mr"}
     memory = Memfd("gemini:t", BYTES, slot=True)
-    assert agents.rdma["home"].writer(memory) is None
+    assert agents.rdma["home"].open_writer(memory) is None
     until(lambda: "ulimit -l" in agents.told("home")[-1], what="the reason")
     agents.verbs["home"].faults = set()
-    assert agents.rdma["home"].writer(memory) is None, "it is not tried again"
+    assert agents.rdma["home"].open_writer(memory) is None, "it is not tried again"
     memory.close()
 
 
@@ -563,6 +563,6 @@ def test_a_window_is_refused_where_the_device_has_no_room(agents: Agents) -> Non
     memory = Memfd("gemini:t", BYTES, slot=True)
     registered(agents.rdma["holder"], memory)
     agents.verbs["holder"].faults = {"create_qp"}
-    assert agents.rdma["holder"].window(memory, peer.QueuePair(1, 2, 3, b"\0" * 16, 5)) is None
+    assert agents.rdma["holder"].open_window(memory, peer.QueuePair(1, 2, 3, b"\0" * 16, 5)) is None
     assert "no queue pair" in agents.told("holder")[-1]
     memory.close()

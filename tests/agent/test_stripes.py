@@ -89,7 +89,7 @@ def test_all_bytes_arrive_and_all_are_acknowledged(
     total = 0
     while total < USED:
         for link in sending.lead.ready(sending.links, 5.0):
-            total = sending.acknowledged(link, link.receive(peer.PushAck).arrived)
+            total = sending.record_acknowledged(link, link.receive(peer.PushAck).arrived)
     sending.close()
     for thread in threads:
         thread.join(5)
@@ -105,7 +105,7 @@ def test_acknowledgements_that_cannot_be(
     sending.send(slot, 0, 10)
     with pytest.raises(LinkClosed):
         for count in arrived:
-            sending.acknowledged(sending.lead, count)
+            sending.record_acknowledged(sending.lead, count)
     sending.close()
 
 

@@ -514,7 +514,7 @@ def install(made: World) -> None:
     threads.threading = push_sender.threading = stripes.threading = pull.threading = shim
     rdma.threading = shim
     threads.priority = SimpleNamespace(lower=lambda: None)  # type: ignore[assignment]
-    stripes.usual = lambda: STRIPES
+    stripes.count_connections = lambda: STRIPES
     packets: Any = SimpleNamespace(**{**vars(push_sender.socket), "socketpair": _pair})
     push_sender.socket = packets
     rescue.socket = SimpleNamespace(**{**vars(packets), "send_fds": _send_fds})  # type: ignore[assignment]

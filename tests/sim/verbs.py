@@ -76,7 +76,7 @@ class Devices:
         """Install the devices for the rest of this process."""
         module: Any = SimpleNamespace(import_module=lambda name: self._module())
         rdma.importlib = module
-        rdma._readable = self._readable  # type: ignore[assignment]
+        rdma._wait_readable = self._readable  # type: ignore[assignment]
         rdma.TRIAL_BYTES, rdma._WRITE_BYTES, rdma._DEPTH = _TRIAL_BYTES, _WRITE_BYTES, 2
         rdma.REST_S = 3.0
         rdma._end_process = lambda: current().kill()

@@ -52,7 +52,7 @@ class Arrival:
         """Return the number of bytes that have not arrived, or are not hashed."""
         return self._missing
 
-    def present_runs(self) -> list[tuple[int, int]]:
+    def list_present_runs(self) -> list[tuple[int, int]]:
         """Return the runs of pieces of which nothing is missing, as (first, after the last).
 
         The caller hashes these pieces. Call before bytes arrive.
@@ -75,7 +75,7 @@ class Arrival:
                 raise LinkClosed("too many gaps between the chunks")
             return self._view[offset : offset + length]
 
-    def again(self, numbers: Sequence[int]) -> None:
+    def reopen_pieces(self, numbers: Sequence[int]) -> None:
         """Let these pieces come again, all bytes having arrived."""
         with self._lock:
             for number, start, end in (next(self.pieces.enumerate_bounds(n, n + 1)) for n in numbers):
@@ -83,13 +83,13 @@ class Arrival:
                 self._lacks[number] = end - start
                 self._missing += end - start
 
-    def written(self) -> None:
+    def mark_written(self) -> None:
         """Record that all bytes are there. The caller hashes all pieces."""
         with self._lock:
             self._open, self._missing = [], 0
             self._lacks = array("L", bytes(self._lacks.itemsize * len(self._lacks)))
 
-    def landed(self, number: int, count: int, found: bytes | None) -> None:
+    def record_landed(self, number: int, count: int, found: bytes | None) -> None:
         """Record that bytes of a piece have arrived.
 
         Args:
@@ -154,4 +154,4 @@ class Connection:
                     self._hashed += count
             self._at, done = self._at + count, done + count
             is_whole = self._hashed == self._at == min(self.arrival.pieces.length, (number + 1) * PIECE_BYTES)
-            self.arrival.landed(number, count, self._hasher.digest() if is_whole else None)
+            self.arrival.record_landed(number, count, self._hasher.digest() if is_whole else None)

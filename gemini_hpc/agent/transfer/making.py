@@ -23,7 +23,7 @@ Parts = Sequence[tuple[pull.Source | Memfd, Copy]]
 class Making:
     """A copy, or the parity beside it, that is reconstructed into `memory`.
 
-    First call `clear`, then `fold` for each of the regions, in any threads, then `checked`.
+    First call `clear`, then `fold` for each of the regions, in any threads, then `check_digest`.
     """
 
     def __init__(self, copy: Copy, memory: Memfd, parts: Parts) -> None:
@@ -40,7 +40,7 @@ class Making:
         self._copy, self._memory = copy, memory
         self._where = {(part.rank, bool(part.of)): (source, part) for source, part in parts}
         try:
-            folds = _folds(copy, [part for _, part in parts])
+            folds = _plan_folds(copy, [part for _, part in parts])
         except (KeyError, ValueError) as exc:
             raise pull.PullFailed(f"its parts do not make it: {exc}") from None
         if any(fold.at + fold.end - fold.start > copy.used for fold in folds):
@@ -66,7 +66,7 @@ class Making:
         with self._memory.view() as view:
             return sum(_fold_in(one, view, self._where, stop) for one in region)
 
-    def checked(self, found: str) -> str:
+    def check_digest(self, found: str) -> str:
         """Return the digest of the result.
 
         Raises:
@@ -86,10 +86,10 @@ def make(copy: Copy, memory: Memfd, parts: Parts, stop: Event) -> tuple[str, int
     made = Making(copy, memory, parts)
     made.clear()
     came = sum(made.fold(region, stop) for region in made.regions)
-    return made.checked(memory.digest(copy.used)), came
+    return made.check_digest(memory.digest(copy.used)), came
 
 
-def _folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.ParityTerm]:
+def _plan_folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.ParityTerm]:
     shards, beside = [part for part in parts if not part.of], [part for part in parts if part.of]
     used = {member.rank: member.used for part in (copy, *beside) for member in part.of}
     used |= {part.rank: part.used for part in shards}

@@ -58,16 +58,16 @@ class PartReceiver:
         self._membership, self._trainings, self._store = membership, trainings, store
         self._filling, self._log = filling, log
 
-    def _parity_of(self, ask: peer.PushAsk) -> Shard | None:
+    def _find_parity(self, ask: peer.PushAsk) -> Shard | None:
         return self._store.find_covering_parity(ask.training, ask.rank, self._membership.round)
 
     def expects(self, ask: peer.PushAsk) -> bool:
         """Return whether parity here covers the shard."""
-        return self._parity_of(ask) is not None
+        return self._find_parity(ask) is not None
 
-    def refusal(self, ask: peer.PushAsk, host: str) -> str:
+    def find_refusal(self, ask: peer.PushAsk, host: str) -> str:
         """Return why no bytes are accepted from this host now, or "" if they are."""
-        shard, here = self._parity_of(ask), self._membership
+        shard, here = self._find_parity(ask), self._membership
         if shard is None or shard.parity is None or shard.registered_round != here.round:
             return f"no parity of the shard of rank {ask.rank} is registered here"
         home = shard.parity.homes[ask.rank]
@@ -115,10 +115,10 @@ class PartReceiver:
         """Return the places for this version's bytes, or the reason why they are not accepted."""
         deadline = clock.monotonic() + SEAL_WAIT_S
         while True:
-            training, shard = self._trainings.get(ask.training), self._parity_of(ask)
+            training, shard = self._trainings.get(ask.training), self._find_parity(ask)
             if training is None or shard is None or shard.parity is None:
                 return "the parity has been freed"
-            if reason := self.refusal(ask, host):
+            if reason := self.find_refusal(ask, host):
                 return reason
             stripe = sorted((shard.rank, *shard.parity.homes))
             blocks = shard.parity.blocks
@@ -129,7 +129,7 @@ class PartReceiver:
                 fold = await self._fold(training, shard, shard.parity, head.version)
             except Refused as exc:
                 reason = exc.reason
-                if self._settled(training, shard) or clock.monotonic() > deadline:
+                if self._is_wait_useless(training, shard) or clock.monotonic() > deadline:
                     break
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -179,7 +179,7 @@ class PartReceiver:
             slot = shard.pair.slots[into.fill.index]
             if slot.state == "filling" and slot.stamp == stamp:
                 return into.fill
-        if into.fill is not None and self._under_way(training, shard, into.fill):
+        if into.fill is not None and self._is_under_way(training, shard, into.fill):
             raise Refused(f"version {into.fill.stamp} is still on its way")
         index = self._filling.begin_write(training, shard, version)
         slot = shard.pair.slots[index]
@@ -197,18 +197,18 @@ class PartReceiver:
         return into.fill
 
     @staticmethod
-    def _under_way(training: Training, shard: Shard, fill: ParityFold) -> bool:
+    def _is_under_way(training: Training, shard: Shard, fill: ParityFold) -> bool:
         """Return whether other members may still complete this version. A newer version must not spoil it then."""
         slot, sealing = shard.pair.slots[fill.index], training.sealing
         decided = sealing is None or fill.stamp in sealing.decision.abandoned
         wanted = slot.state == "filling" and slot.stamp == fill.stamp and not fill.torn
         return wanted and not decided and (bool(fill.writing) or clock.monotonic() - fill.touched < _LATE_S)
 
-    def _settled(self, training: Training, shard: Shard) -> bool:
+    def _is_wait_useless(self, training: Training, shard: Shard) -> bool:
         """Return whether waiting for a seal, or for the members that are writing, is useless."""
         sealed = training.sealed or Stamp(0, 0)
         fill = shard.parity.fill if shard.parity is not None else None
-        if fill is not None and self._under_way(training, shard, fill):
+        if fill is not None and self._is_under_way(training, shard, fill):
             return False
         undecided = any(
             s.busy or (s.state == "complete" and s.stamp is not None and s.stamp > sealed) for s in shard.pair.slots

@@ -118,12 +118,12 @@ class _Fetch:
         finally:
             self._over = True
         hosts = tuple(self._sources[index].host for index in sorted(set(self._from)))
-        return Pulled(hosts, self._failure_text(), self._came)
+        return Pulled(hosts, self._describe_failures(), self._came)
 
-    def _failure_text(self) -> str:
+    def _describe_failures(self) -> str:
         return "; ".join(f"{self._sources[index].host}: {reason}" for index, reason in self._failures.items())
 
-    def _usable(self) -> list[int]:
+    def _list_usable(self) -> list[int]:
         return [index for index in range(len(self._sources)) if index not in self._failures]
 
     def _gather(self) -> None:
@@ -138,39 +138,43 @@ class _Fetch:
             if self._stop.is_set():
                 raise PullFailed("cancelled by a new recovery round")
             if self._missing:
-                raise PullFailed(self._failure_text() or "no node holds the copy")
+                raise PullFailed(self._describe_failures() or "no node holds the copy")
 
     def _open_connections(self) -> None:
         """Open as many connections as there is work for: one to a source, and more once the source has answered."""
         while len(self._missing) > self._dialling and sum(self._busy) < self._most and not self._stop.is_set():
-            ways = [index for index in self._usable() if not self._busy[index] or index in self._answered]
+            ways = [index for index in self._list_usable() if not self._busy[index] or index in self._answered]
             if not ways:
                 return
             index = min(ways, key=lambda index: self._busy[index])
             self._busy[index] += 1
             self._dialling += 1
-            threading.Thread(target=self._connection, args=(index,), name="gemini-pull", daemon=True).start()
+            threading.Thread(target=self._run_connection, args=(index,), name="gemini-pull", daemon=True).start()
 
     def _list(self) -> bytes:
         """Return the right digests of all pieces: those of a source whose whole copy matches."""
-        for index in sorted(self._usable(), key=lambda index: index in self._from):
+        for index in sorted(self._list_usable(), key=lambda index: index in self._from):
             source = self._sources[index]
             try:
-                with _dialled(source) as link:
+                with _dial(source) as link:
                     _ask(link, self._copy, source, 0, self._copy.used, digests=True, bare=True)
-                    pieces = _head(link, self._copy, PATIENCE_S).pieces
+                    pieces = _receive_head(link, self._copy, PATIENCE_S).pieces
                 if combine_pieces(pieces, self._copy.used) == self._copy.digest:
                     return pieces
                 self._failures[index] = "the digest does not match: damaged copy"
             except _FAILURES as exc:
                 self._failures[index] = str(exc) or type(exc).__name__
-        raise PullFailed(self._failure_text())
+        raise PullFailed(self._describe_failures())
 
     def _suspect(self) -> None:
         """Count the wrong pieces as missing. Their sources do not serve them again, unless no other can."""
-        wrong = [n for n in range(len(self._from)) if self._piece(self._found, n) != self._piece(self._right, n)]
+        wrong = [
+            n
+            for n in range(len(self._from))
+            if self._pick_digest(self._found, n) != self._pick_digest(self._right, n)
+        ]
         guilty = {self._from[number] for number in wrong}
-        innocent = [index for index in self._usable() if index not in guilty]
+        innocent = [index for index in self._list_usable() if index not in guilty]
         for index in sorted(guilty):
             if not innocent and index not in self._forgiven:
                 self._forgiven.add(index)
@@ -180,12 +184,12 @@ class _Fetch:
         self._missing.extend((number, number + 1) for number in wrong)
 
     @staticmethod
-    def _piece(digests: bytes | bytearray, number: int) -> bytes | bytearray:
+    def _pick_digest(digests: bytes | bytearray, number: int) -> bytes | bytearray:
         return digests[number * PIECE_DIGEST_BYTES : (number + 1) * PIECE_DIGEST_BYTES]
 
     # ---- in the connections' threads -------------------------------------------------------------------
 
-    def _connection(self, index: int) -> None:
+    def _run_connection(self, index: int) -> None:
         failure = ""
         has_answered = Event()
         try:
@@ -215,11 +219,11 @@ class _Fetch:
     def _bring(self, index: int, has_answered: Event) -> None:
         source, asked = self._sources[index], deque[tuple[int, int]]()
         try:
-            with _dialled(source) as link:
+            with _dial(source) as link:
                 self._ask(link, source, asked)
                 while asked:
-                    _head(link, self._copy, SILENCE_S)
-                    self._answers(index, has_answered)
+                    _receive_head(link, self._copy, SILENCE_S)
+                    self._record_answer(index, has_answered)
                     self._ask(link, source, asked)  # so that the source never waits for the next question
                     self._receive(link, index, asked)
         finally:
@@ -228,7 +232,7 @@ class _Fetch:
                 self._missing.extendleft(reversed(asked))
                 self._changed.notify_all()
 
-    def _answers(self, index: int, has_answered: Event) -> None:
+    def _record_answer(self, index: int, has_answered: Event) -> None:
         if not has_answered.is_set():
             has_answered.set()
             with self._changed:
@@ -243,14 +247,14 @@ class _Fetch:
             first, last = self._missing.popleft()
             self._under_way += 1
             asked.append((first, last))
-        _ask(link, self._copy, source, *self._bytes(first, last))
+        _ask(link, self._copy, source, *self._compute_range(first, last))
 
-    def _bytes(self, first: int, last: int) -> tuple[int, int]:
+    def _compute_range(self, first: int, last: int) -> tuple[int, int]:
         return first * PIECE_BYTES, min(self._copy.used, last * PIECE_BYTES)
 
     def _receive(self, link: BlockingLink, index: int, asked: deque[tuple[int, int]]) -> None:
         first, last = asked[0]
-        start, end = self._bytes(first, last)
+        start, end = self._compute_range(first, last)
         hasher, came = Digest(), 0
 
         def take(data: memoryview) -> None:
@@ -269,7 +273,7 @@ class _Fetch:
             with self._changed:
                 self._came += came
                 for number in range(first, first + whole):
-                    self._put(index, number, self._piece(digests, number - first))
+                    self._put(index, number, self._pick_digest(digests, number - first))
                 if whole == last - first:
                     asked.popleft()
                     self._under_way -= 1
@@ -301,10 +305,10 @@ def fetch_part(
         LinkClosed: The source closes the connection.
         FrameError: The source sends a malformed frame.
     """
-    with _dialled(source) as link:
+    with _dial(source) as link:
         _ask(link, copy, source, start, end, digests=True)
-        head = _head(link, copy, PATIENCE_S)
-        if head.copy is not None and _content(head.copy) != _content(copy):
+        head = _receive_head(link, copy, PATIENCE_S)
+        if head.copy is not None and _describe_content(head.copy) != _describe_content(copy):
             raise PullFailed("offers a different copy from the planned one")
         hasher, room = Digest(), bytearray(min(_PART_BYTES, end - start))
         at = 0
@@ -324,12 +328,12 @@ def fetch_part(
             raise PullFailed("the digest of a part does not match")
 
 
-def _content(copy: Copy) -> tuple[object, ...]:
+def _describe_content(copy: Copy) -> tuple[object, ...]:
     return copy.used, copy.digest, copy.of, copy.blocks, copy.room
 
 
 @contextmanager
-def _dialled(source: Source) -> Iterator[BlockingLink]:
+def _dial(source: Source) -> Iterator[BlockingLink]:
     link = BlockingLink.connect(source.address, source.port, source.client, SILENCE_S)
     try:
         link.bound(SILENCE_S)
@@ -344,7 +348,7 @@ def _ask(
     link.send(peer.PullAsk(copy.training, copy.rank, source.stamp, bool(copy.of), start, end, digests, bare))
 
 
-def _head(link: BlockingLink, copy: Copy, within_s: float) -> peer.PullHead:
+def _receive_head(link: BlockingLink, copy: Copy, within_s: float) -> peer.PullHead:
     """Return the answer to a question.
 
     Raises:

@@ -19,7 +19,7 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier import worker_process
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.transfer import making, pull
-from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.agent.transfer.threads import run_beside
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -34,13 +34,13 @@ _REGIONS = 4  # regions of one shard or parity that are made at once
 class Former(Protocol):
     """The job's predecessor."""
 
-    async def handover(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
+    async def request_handover(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
         """Return the memory of a copy that the predecessor's agent on this node has, unverified.
 
         Return None if the agent does not give the memory away.
         """
 
-    def client(self, host: str, purpose: str, job: int) -> HandshakeClient:
+    def build_client(self, host: str, purpose: str, job: int) -> HandshakeClient:
         """Return the client side of a handshake with the predecessor's agent on a host."""
 
 
@@ -84,7 +84,7 @@ class PullScheduler:
         self._running.clear()
         self._stops.clear()
 
-    def overtaken(self, training_name: str, sealed: Stamp) -> None:
+    def stop_overtaken(self, training_name: str, sealed: Stamp) -> None:
         """Stop the pulls of this training that are older than a newly sealed version. They are useless now."""
         for (name, rank), stop in self._stops.items():
             task = self._running.get((name, rank))
@@ -94,12 +94,12 @@ class PullScheduler:
     def start(self, orders: list[peer.PullOrder]) -> None:
         """Begin the pulls that the plan orders from this node."""
         if orders:
-            self._spawn(self._all(orders, clock.time()))
+            self._spawn(self._pull_all(orders, clock.time()))
 
-    async def _all(self, orders: list[peer.PullOrder], since: float) -> None:
+    async def _pull_all(self, orders: list[peer.PullOrder], since: float) -> None:
         begun = self._rounds_begun
         results = await asyncio.gather(
-            *(self._shared(o.copy, o.sources, parts=o.parts, keep=True) for o in orders), return_exceptions=True
+            *(self._join_pull(o.copy, o.sources, parts=o.parts, keep=True) for o in orders), return_exceptions=True
         )
         if begun != self._rounds_begun:
             return
@@ -125,33 +125,33 @@ class PullScheduler:
             return found[0].memory[found[1]]
         if copy.rank in training.load_copies:
             return training.load_copies[copy.rank]
-        return await self._shared(copy, training.sources.get(copy.rank, ()), keep=False)
+        return await self._join_pull(copy, training.sources.get(copy.rank, ()), keep=False)
 
-    async def _shared(
+    async def _join_pull(
         self, copy: Copy, sources: tuple[str, ...], *, parts: tuple[tuple[str, Copy], ...] = (), keep: bool
     ) -> Memfd:
-        key = _key(copy)
+        key = _build_key(copy)
         task = self._running.get(key)
         if task is None:
-            task = asyncio.ensure_future(self._one(copy, sources, parts, keep=keep))
+            task = asyncio.ensure_future(self._pull_copy(copy, sources, parts, keep=keep))
             self._running[key] = task
-            task.add_done_callback(lambda t: self._done(key, t))
+            task.add_done_callback(lambda t: self._forget_pull(key, t))
         return await asyncio.shield(task)
 
-    def _done(self, key: tuple[str, int], task: asyncio.Task[Memfd]) -> None:
+    def _forget_pull(self, key: tuple[str, int], task: asyncio.Task[Memfd]) -> None:
         if self._running.get(key) is task:
             del self._running[key]
         if not task.cancelled():
             task.exception()
 
-    async def _one(
+    async def _pull_copy(
         self, copy: Copy, sources: tuple[str, ...], parts: tuple[tuple[str, Copy], ...], *, keep: bool
     ) -> Memfd:
         if not keep:
-            return await self._guest(copy, sources)
+            return await self._pull_guest(copy, sources)
         number, of = self._membership.round, [(member.rank, member.home) for member in copy.of]
-        stop = self._stops[_key(copy)] = Event()
-        stamp = self._stamps[_key(copy)] = copy.stamp
+        stop = self._stops[_build_key(copy)] = Event()
+        stamp = self._stamps[_build_key(copy)] = copy.stamp
         try:
             if of:
                 shard = await self._store.make_parity(
@@ -170,7 +170,7 @@ class PullScheduler:
             shard.pair.slots[index].busy = True
             shard.memory[index].commit(None)
         except (NoMemory, Refused) as exc:
-            moved = await self._moved(copy, sources, number) if isinstance(exc, NoMemory) else None
+            moved = await self._move_copy(copy, sources, number) if isinstance(exc, NoMemory) else None
             if moved is None:
                 raise pull.PullFailed(str(exc)) from None
             return moved
@@ -184,7 +184,7 @@ class PullScheduler:
             if shard.pair.slots[index].state == "filling" and shard.pair.slots[index].stamp == stamp:
                 shard.pair.void(index)
             raise
-        self._completed(copy, shard, index)
+        self._complete_slot(copy, shard, index)
         return memory
 
     async def _make(self, copy: Copy, memory: Memfd, parts: tuple[tuple[str, Copy], ...], stop: Event) -> str:
@@ -192,7 +192,7 @@ class PullScheduler:
             found: list[tuple[pull.Source | Memfd, Copy]] = []
             for host, part in parts:
                 if host != self._identity.node:
-                    if (source := self._source(host, part.stamp)) is None:
+                    if (source := self._find_source(host, part.stamp)) is None:
                         raise pull.PullFailed(f"{host} is dead")
                     found.append((source, part))
                     continue
@@ -212,18 +212,18 @@ class PullScheduler:
                 if failed := [error for error in came if isinstance(error, BaseException)]:
                     raise failed[0]
                 self.bytes += sum(size for size in came if isinstance(size, int))
-            return made.checked(await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING))
+            return made.check_digest(await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING))
 
-    def _source(self, host: str, stamp: Stamp) -> pull.Source | None:
+    def _find_source(self, host: str, stamp: Stamp) -> pull.Source | None:
         """Return an agent of this job as a source, or None if it is dead."""
         incarnation, settings = self._membership.incarnation, self._identity.settings
         if incarnation is None or host in incarnation.mesh.dead:
             return None
-        port = incarnation.mesh.ports.get(host) or _planned_port(incarnation, host)
+        port = incarnation.mesh.ports.get(host) or _find_planned_port(incarnation, host)
         client = incarnation.mesh.client(host, "pull")
         return pull.Source(host, settings.address_of(host), port, client, stamp)
 
-    def _completed(self, copy: Copy, shard: Shard, index: int) -> None:
+    def _complete_slot(self, copy: Copy, shard: Shard, index: int) -> None:
         if shard.parity is not None:
             shard.parity.of[index], shard.parity.rooms[index] = copy.of, copy.room
         shard.pair.complete(index, copy.stamp, copy.digest, copy.used, shard.read_moment(index))
@@ -231,7 +231,7 @@ class PullScheduler:
         shard.memory[index].commit(Committed(copy.stamp, copy.used, copy.digest))
         self._trainings.recount(copy.training)
 
-    async def _moved(self, copy: Copy, sources: tuple[str, ...], number: int) -> Memfd | None:
+    async def _move_copy(self, copy: Copy, sources: tuple[str, ...], number: int) -> Memfd | None:
         """Take over the predecessor's copy on this node, because there is no room for another copy beside it.
 
         Return None if the predecessor has no such copy here, or does not give it away.
@@ -240,7 +240,7 @@ class PullScheduler:
         origin = takeover.origin(copy.training, copy.stamp) if takeover is not None else None
         if takeover is None or origin is None or peer.BEFORE + self._identity.node not in sources:
             return None
-        memory = await self._predecessor.handover(takeover.job, copy, origin)
+        memory = await self._predecessor.request_handover(takeover.job, copy, origin)
         if memory is None:
             return None
         try:
@@ -254,7 +254,7 @@ class PullScheduler:
         if await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING) != copy.digest:
             shard.pair.void(index)
             raise pull.PullFailed("the digest does not match: damaged copy")
-        self._completed(copy, shard, index)
+        self._complete_slot(copy, shard, index)
         return memory
 
     async def _fetch(self, copy: Copy, memory: Memfd, sources: tuple[str, ...], stop: Event) -> None:
@@ -264,20 +264,20 @@ class PullScheduler:
             if incarnation is None:
                 raise pull.PullFailed("no peers")
             if peer.TIER in sources:
-                await self._from_tier(copy, memory)
+                await self._fetch_from_tier(copy, memory)
                 self.bytes += copy.used
                 return
             ways, takeover = list[pull.Source](), self._takeover
             for source in sources:
                 host = source.removeprefix(peer.BEFORE)
                 if host != source and takeover is not None:
-                    client = self._predecessor.client(host, "pull", takeover.job)
+                    client = self._predecessor.build_client(host, "pull", takeover.job)
                     port, stamp = takeover.ports.get(host, 0), takeover.stamps.get(copy.training, copy.stamp)
                     ways.append(pull.Source(host, me.settings.address_of(host), port, client, stamp))
-                elif host != me.node and (way := self._source(host, copy.stamp)) is not None:
+                elif host != me.node and (way := self._find_source(host, copy.stamp)) is not None:
                     ways.append(way)
             connections = max(1, pull.AT_ONCE // max(1, len(self._running)))
-            pulled = await beside(
+            pulled = await run_beside(
                 "gemini-pull", lambda: pull.fetch(copy, memory, ways, stop, connections), urgent=True
             )
         if pulled.failures:
@@ -292,7 +292,7 @@ class PullScheduler:
         plan = incarnation.rounds.plan if incarnation is not None else None
         return plan.takeover if plan is not None else None
 
-    async def _from_tier(self, copy: Copy, memory: Memfd) -> None:
+    async def _fetch_from_tier(self, copy: Copy, memory: Memfd) -> None:
         takeover, job, stamp = self._takeover, self._identity.job, copy.stamp
         key: str | None = self._membership.key
         origin = takeover.origin(copy.training, stamp) if takeover is not None else None
@@ -316,7 +316,7 @@ class PullScheduler:
             self.unreadable.add((copy.training, copy.stamp))
             raise pull.PullFailed(str(error)) from None
 
-    async def _guest(self, copy: Copy, sources: tuple[str, ...]) -> Memfd:
+    async def _pull_guest(self, copy: Copy, sources: tuple[str, ...]) -> Memfd:
         budget = self._store.budget
         stop = self._stops[copy.training, copy.rank] = Event()
         try:
@@ -339,12 +339,12 @@ class PullScheduler:
         return memory
 
 
-def _key(copy: Copy) -> tuple[str, int]:
+def _build_key(copy: Copy) -> tuple[str, int]:
     """Return the key of a pull. Parity gets a negative rank, because it is no rank's shard."""
     return copy.training, -1 - copy.rank if copy.of else copy.rank
 
 
-def _planned_port(incarnation: Incarnation, host: str) -> int:
+def _find_planned_port(incarnation: Incarnation, host: str) -> int:
     """Return the port that the plan names for a host."""
     plan = incarnation.rounds.plan
     return plan.ports.get(host, 0) if plan is not None else 0

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer.pull import SILENCE_S
-from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.agent.transfer.threads import run_beside
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.digest import Pieces
 from gemini_hpc.wire import peer
@@ -40,7 +40,7 @@ async def serve(link: Link, pool: DigestPool, find: Callable[[peer.PullAsk], tup
         except BaseException:
             serving.close()
             raise
-        await beside("gemini-pull-source", lambda: serving.run(blocking), urgent=True)
+        await run_beside("gemini-pull-source", lambda: serving.run(blocking), urgent=True)
     except (LinkClosed, TimeoutError, OSError):
         pass
     finally:

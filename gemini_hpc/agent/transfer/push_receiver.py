@@ -33,7 +33,7 @@ from gemini_hpc.agent.transfer import stripes
 from gemini_hpc.agent.transfer.arrival import Arrival, Connection
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.agent.transfer.rdma import Rdma, Window
-from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.agent.transfer.threads import run_beside
 from gemini_hpc.core import ranges
 from gemini_hpc.core.digest import combine_pieces, is_digest
 from gemini_hpc.core.moments import UNKNOWN
@@ -100,7 +100,7 @@ class _Push(_Stripe):
         for stripe in self.beside.values():
             stripe.stop()
 
-    async def alone(self) -> None:
+    async def wait_for_stripes(self) -> None:
         """Return when no further connection brings bytes any more."""
         for stripe in self.beside.values():
             await stripe.over.wait()
@@ -124,11 +124,11 @@ class PushReceiver:
         self._parts.tend()
 
     def stop(self) -> None:
-        """Stop accepting bytes of the old epoch. Wait for the end with `ended`."""
+        """Stop accepting bytes of the old epoch. Wait for the end with `wait_stopped`."""
         for push in self._pushes.values():
             push.stop()
 
-    async def ended(self) -> None:
+    async def wait_stopped(self) -> None:
         """Return when no stopped push writes any more."""
         for push in list(self._pushes.values()):
             if push.stopped:
@@ -156,28 +156,28 @@ class PushReceiver:
         if not isinstance(ask, peer.PushAsk):
             raise LinkClosed(f"wanted PushAsk, got {type(ask).__name__}")
         push = _Push(ask=ask, host=link.session.peer_host, instance=link.session.peer_instance)
-        key, reason = (ask.training, ask.rank), self._refusal(push)
+        key, reason = (ask.training, ask.rank), self._find_refusal(push)
         while not reason and (older := self._pushes.get(key)) is not None:
             older.stop()
             await older.over.wait()
-            reason = self._refusal(push)
+            reason = self._find_refusal(push)
         if reason:
             await link.flush(peer.PushAnswer(reason))
             raise LinkClosed(f"push of shard {ask.rank} from {push.host} refused: {reason}")
         self._pushes[key] = push
         try:
             parity = self._parts.expects(ask)
-            most = 1 if parity else stripes.usual()
+            most = 1 if parity else stripes.count_connections()
             offers = msgspec.UNSET if parity or not self._rdma.is_ready else True
             push.link = await link.block(peer.PushAnswer(push=push.name, stripes=most, rdma=offers))
             push.link.bound(SILENCE_S)
             if push.stopped:
                 raise LinkClosed("cancelled by a new recovery round")
             loop = asyncio.get_running_loop()
-            await beside(f"gemini-pushed-{ask.rank}", lambda: self._receive(push, loop))
+            await run_beside(f"gemini-pushed-{ask.rank}", lambda: self._receive(push, loop))
         finally:
             push.stop()
-            await push.alone()
+            await push.wait_for_stripes()
             if push.link is not None:
                 push.link.close()
             del self._pushes[key]
@@ -197,7 +197,7 @@ class PushReceiver:
             reason = "the push is another agent's"
         elif ask.number in push.beside:
             reason = "that connection is there already"
-        elif self._parts.expects(push.ask) or ask.number >= stripes.usual():
+        elif self._parts.expects(push.ask) or ask.number >= stripes.count_connections():
             reason = "so many connections are not wanted"
         if push is None or reason:
             await link.flush(peer.PushAnswer(reason))
@@ -207,14 +207,14 @@ class PushReceiver:
             stripe.link = await link.block(peer.PushAnswer())
             stripe.link.bound(SILENCE_S)
             if not push.stopped:
-                await beside(f"gemini-pushed-{ask.rank}-{ask.number}", lambda: self._receive_beside(push, stripe))
+                await run_beside(f"gemini-pushed-{ask.rank}-{ask.number}", lambda: self._receive_beside(push, stripe))
         finally:
             push.stop()  # bytes may be missing
             if stripe.link is not None:
                 stripe.link.close()
             stripe.over.set()
 
-    def _refusal(self, push: _Push) -> str:
+    def _find_refusal(self, push: _Push) -> str:
         """Return why no bytes are accepted from this push now, or "" if they are."""
         ask, here, incarnation = push.ask, self._membership, self._membership.training
         training, shard = self._trainings.get(ask.training), self._store.get(ask.training, ask.rank)
@@ -223,7 +223,7 @@ class PushReceiver:
         if ask.epoch != here.epoch or ask.round != here.round:
             return f"this node is at epoch {here.epoch}, round {here.round}"
         if self._parts.expects(ask):
-            return self._parts.refusal(ask, push.host)
+            return self._parts.find_refusal(ask, push.host)
         if shard is None or shard.registered_round != here.round or shard.half_back:
             return f"shard of rank {ask.rank} is not registered here"
         if not shard.pushed:
@@ -309,13 +309,13 @@ class PushReceiver:
         arrival = Arrival(taken.view, used, taken.present)
         pieces, lead = arrival.pieces, Connection(arrival, link, SILENCE_S)
         pair = head.pair if push.is_tried else msgspec.UNSET
-        window = self._rdma.window(memory, pair) if isinstance(pair, peer.QueuePair) else None
+        window = self._rdma.open_window(memory, pair) if isinstance(pair, peer.QueuePair) else None
         if window is not None:
             done = self._await_writes(lead, link, window, taken.present)
-            arrival.written()
+            arrival.mark_written()
             runs = [(0, pieces.count)]
         else:
-            runs = arrival.present_runs()
+            runs = arrival.list_present_runs()
         beside = [self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in runs]
         push.arrival = arrival  # before any byte can come
         if window is None:
@@ -332,7 +332,7 @@ class PushReceiver:
             and not taken.filled
             and len(bad) <= MAX_AGAIN
         ):
-            arrival.again(bad)
+            arrival.reopen_pieces(bad)
             taken.again = arrival.missing
             link.send(peer.PushAgain(tuple(bad)))
             if self._receive_chunks(lead, link).digest != done.digest:
@@ -405,7 +405,7 @@ class PushReceiver:
 
     async def _begin_part(self, push: _Push, head: peer.PushHead) -> Part | str:
         _check(head)
-        return self._refusal(push) or await self._parts.begin_part(push.ask, push.host, head)
+        return self._find_refusal(push) or await self._parts.begin_part(push.ask, push.host, head)
 
     async def _begin_version(self, push: _Push, head: peer.PushHead) -> _Taken | str:
         """Return a slot for this version, or the reason why there is none.
@@ -419,7 +419,7 @@ class PushReceiver:
             raise LinkClosed(reason)
         deadline = clock.monotonic() + SEAL_WAIT_S
         while True:
-            if reason := self._refusal(push):
+            if reason := self._find_refusal(push):
                 return reason
             training, shard = self._trainings.get(ask.training), self._store.get(ask.training, ask.rank)
             assert training is not None and shard is not None
@@ -431,14 +431,16 @@ class PushReceiver:
             if isinstance(fill, str):
                 reason = fill
                 break
-            if reason := self._refusal(push):
+            if reason := self._find_refusal(push):
                 return reason
             if fill is not None and self._store.get(ask.training, ask.rank) is shard:
                 shard.pair.slots[fill.index].busy = True
                 # a failed fill may have overwritten kept bytes
-                have = [*fill.present, *self._kept(head, fill.before)] if fill.present else []
+                have = [*fill.present, *self._find_kept(head, fill.before)] if fill.present else []
                 view = shard.memory[fill.index].view()
-                return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.present))
+                return _Taken(
+                    shard, fill.index, fill.stamp, view, self._normalize_ranges(have, head), bool(fill.present)
+                )
             before = list(shard.pair.slots)
             try:
                 index = self._filling.begin_write(training, shard, head.version)
@@ -454,20 +456,20 @@ class PushReceiver:
                 await asyncio.sleep(_RETRY_S)
                 continue
             shard.pair.slots[index].busy = True
-            present = self._within(self._kept(head, before[index]), head)
+            present = self._normalize_ranges(self._find_kept(head, before[index]), head)
             return _Taken(
                 shard, index, Stamp(self._membership.epoch, head.version), shard.memory[index].view(), present
             )
         self._log("skipped", version=head.version, detail=f"shard of rank {ask.rank}: {reason}")
         return reason
 
-    def _kept(self, head: peer.PushHead, before: Slot) -> Sequence[Range]:
+    def _find_kept(self, head: peer.PushHead, before: Slot) -> Sequence[Range]:
         """Return the ranges of this version that the slot already contained before it was assigned."""
         had = before.state == "complete" and before.stamp == Stamp(self._membership.epoch, head.base)
         return head.kept if had and head.kept and head.kept[-1][1] <= before.bytes_used else ()
 
     @staticmethod
-    def _within(present: Sequence[Range], head: peer.PushHead) -> tuple[Range, ...]:
+    def _normalize_ranges(present: Sequence[Range], head: peer.PushHead) -> tuple[Range, ...]:
         found = ranges.choose_largest(ranges.merge_ranges(present))
         return () if ranges.find_fault(found, head.used) else tuple(found)
 
@@ -499,7 +501,7 @@ class PushReceiver:
         """
         if claimed is None:
             push.stop()
-            await push.alone()
+            await push.wait_for_stripes()
         taken.view.release()
         slot = taken.shard.pair.slots[taken.index]
         if slot.state != "filling" or slot.stamp != taken.stamp:

@@ -33,7 +33,7 @@ from gemini_hpc.agent.replicas.store import PendingDigest, Shard, Store
 from gemini_hpc.agent.transfer import stripes
 from gemini_hpc.agent.transfer.rdma import Rdma, RdmaError, Writer
 from gemini_hpc.agent.transfer.stripes import Stripes
-from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.agent.transfer.threads import run_beside
 from gemini_hpc.core import ranges
 from gemini_hpc.core.digest import Digest, Pieces
 from gemini_hpc.core.ranges import Range
@@ -100,23 +100,23 @@ class PushSender:
 
     async def _carry(self, key: tuple[str, int, str], channel: Channel) -> None:
         try:
-            await beside(f"gemini-push-{channel.rank}", channel.run)
+            await run_beside(f"gemini-push-{channel.rank}", channel.run)
         finally:
             if self._channels.get(key) is channel:
                 del self._channels[key]
 
-    def gone(self, client: LocalClient) -> None:
+    def stop_channels(self, client: LocalClient) -> None:
         """Stop the channels of a training rank whose connection has ended."""
         for channel in self._channels.values():
             if channel.client is client:
                 channel.stop()
 
     def stop(self) -> None:
-        """Stop all channels, at a new round or at the end. Wait for the end with `ended`."""
+        """Stop all channels, at a new round or at the end. Wait for the end with `wait_stopped`."""
         for channel in self._channels.values():
             channel.stop()
 
-    async def ended(self) -> None:
+    async def wait_stopped(self) -> None:
         """Return when no channel sends any more."""
         while self._channels:
             self.stop()
@@ -189,7 +189,7 @@ class Channel:
                 if isinstance(request, local.PushOffer):
                     self._offer(request)
                 elif isinstance(request, local.PushDone):
-                    self._done()
+                    self._finish_version()
         except (PushLost, LinkClosed, OSError, msgspec.MsgspecError) as exc:
             self._fail(f"{self.host}: {exc}")
         finally:
@@ -215,7 +215,7 @@ class Channel:
 
     def _send_granted(self) -> float | None:
         """Send what may go now. Return the seconds until the next look at the grant; None: no bytes are left."""
-        while self._left():
+        while self._count_left():
             grant, now = self._page.grant(self._total), clock.monotonic()
             with self._lock:
                 in_flight = self._sent - self._arrived
@@ -228,7 +228,7 @@ class Channel:
             self._page.sleeps(True)
         return None
 
-    def _left(self) -> int:
+    def _count_left(self) -> int:
         """Return how many bytes of the version have to go yet."""
         return max(0, self._total - self._sent)
 
@@ -258,7 +258,7 @@ class Channel:
             return
         if links:
             self._use_links(links)
-        if self._is_tried and (writer := self._rdma.writer(memory)) is not None:
+        if self._is_tried and (writer := self._rdma.open_writer(memory)) is not None:
             self._writer, head = writer, msgspec.structs.replace(head, pair=writer.pair)
         self._used = head.used
         link = self._expect(peer.PushAnswer)
@@ -300,13 +300,13 @@ class Channel:
 
     def _write(self, writer: Writer, length: int) -> None:
         """Write the next bytes into the holder's slot, and wait until they are there."""
-        with self._resting():
+        with self._rest_on_failure():
             writer.write(self._at, length, self._check_wanted)
         self._hashing_s = self._used / _HASHED_BYTES_S
         self._acknowledge(self._sent)
 
     @contextmanager
-    def _resting(self) -> Iterator[None]:
+    def _rest_on_failure(self) -> Iterator[None]:
         """Leave the holder to TCP after a failure of RDMA.
 
         Raises:
@@ -333,11 +333,11 @@ class Channel:
         while self._there and self._at == self._there[0][0]:
             self._at = self._there.popleft()[1]
 
-    def _done(self) -> None:
+    def _finish_version(self) -> None:
         link = self._link
         if link is None or self._file is None or self._reading is None or not self._taken:
             raise PushLost("the end of a version that the holder has not taken")
-        while left := self._left():
+        while left := self._count_left():
             self._send(left)
         link.wait_acknowledged()
         digest, pieces = self._wait_for(self._read_by(self._reading.found)), self._reading.pieces
@@ -543,7 +543,7 @@ class Channel:
                 for one in ready:
                     message = one.receive_any()
                     if isinstance(message, peer.PushAck):
-                        self._acknowledge(link.acknowledged(one, message.arrived))
+                        self._acknowledge(link.record_acknowledged(one, message.arrived))
                     elif one is link.lead:
                         self._answer(message, link)
                     else:
@@ -580,7 +580,7 @@ class Channel:
             if isinstance(message.window, peer.WriteWindow):
                 if self._writer is None:
                     raise PushLost("a window that nobody asked for")
-                with self._resting():
+                with self._rest_on_failure():
                     self._writer.connect(message.window)
             self._part = Digest() if message.part else None
             self._there.extend(message.present)

@@ -31,7 +31,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import Memfd
-from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.agent.transfer.threads import run_beside
 from gemini_hpc.core.digest import digest
 from gemini_hpc.settings import RDMA_OFF
 from gemini_hpc.wire import peer
@@ -57,14 +57,14 @@ class RdmaError(Exception):
 
 
 @contextmanager
-def _verbs(what: str) -> Iterator[None]:
+def _convert_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, RuntimeError) as exc:
         raise RdmaError(f"{what}: {exc}"[:300]) from None
 
 
-def _readable(fd: int, timeout_s: float) -> bool:
+def _wait_readable(fd: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
@@ -92,7 +92,7 @@ class RdmaPort:
         """Return device and port, as in the setting."""
         return f"{self.name}:{self.number}"
 
-    def pair_of(self, queue_pair: Any, psn: int) -> peer.QueuePair:
+    def describe_pair(self, queue_pair: Any, psn: int) -> peer.QueuePair:
         """Return what the other end needs to connect to a queue pair."""
         return peer.QueuePair(queue_pair.qp_num, psn, self.lid, self.gid, self.mtu)
 
@@ -114,7 +114,7 @@ def find_port(setting: str | Sequence[str]) -> RdmaPort:
     except ImportError as exc:
         raise RdmaError(f"ibverbs cannot be imported: {exc}"[:300]) from None
     found: list[str] = []
-    with _verbs("the devices"):
+    with _convert_errors("the devices"):
         devices = {device.name: device for device in verbs.get_device_list()}
     for wanted in list(devices) if isinstance(setting, str) else setting:
         name, _, number = wanted.partition(":")
@@ -122,7 +122,7 @@ def find_port(setting: str | Sequence[str]) -> RdmaPort:
             found.append(f"there is no {name}")
             continue
         try:
-            with _verbs(name):
+            with _convert_errors(name):
                 if port := _find_port_of(verbs, devices[name], int(number or 0), found):
                     return port
         except RdmaError as exc:
@@ -144,7 +144,7 @@ def _find_port_of(verbs: Any, device: Any, number: int, found: list[str]) -> Rdm
         attributes = context.query_port(one)
         if attributes.state != verbs.PortState.ACTIVE:
             found.append(f"{name}:{one} is not active")
-        elif (index := _gid_index(context, name, one, attributes)) is None:
+        elif (index := _find_gid_index(context, name, one, attributes)) is None:
             found.append(f"{name}:{one} has no address for RoCE v2")
         else:
             gid = context.query_gid(one, index).raw
@@ -154,7 +154,7 @@ def _find_port_of(verbs: Any, device: Any, number: int, found: list[str]) -> Rdm
     return None
 
 
-def _gid_index(context: Any, name: str, port: int, attributes: Any) -> int | None:
+def _find_gid_index(context: Any, name: str, port: int, attributes: Any) -> int | None:
     """Return the index of the port's address: the first one of InfiniBand, of Ethernet an IPv4 one for RoCE v2."""
     if attributes.link_layer != _ETHERNET:
         return 0
@@ -185,7 +185,7 @@ class Registered:
         self.address = ctypes.addressof(self._buffer)
         access, self._lock = port.verbs.AccessFlags, threading.Lock()
         try:
-            with _verbs(f"{self.length} bytes cannot be registered (`ulimit -l` of slurmd?)"):
+            with _convert_errors(f"{self.length} bytes cannot be registered (`ulimit -l` of slurmd?)"):
                 self.domain = port.context.alloc_pd()
                 self.region = self.domain.reg_mr(self.address, self.length, access.LOCAL_WRITE | access.REMOTE_WRITE)
         except RdmaError:
@@ -200,7 +200,7 @@ class Registered:
         """
         with self._lock:
             if self._buffer is not None:
-                with _verbs("the end of a registration"):
+                with _convert_errors("the end of a registration"):
                     self.region.close()
                 self._release()
 
@@ -221,14 +221,14 @@ class _Completions:
         self._channel = port.context.create_comp_channel()
         self.queue = port.context.create_cq(2 * _DEPTH, self._channel)
 
-    def next(self, timeout_s: float) -> list[Any]:
+    def wait_next(self, timeout_s: float) -> list[Any]:
         """Return completions, [] if none comes in time."""
         if found := self.queue.poll(_DEPTH):
             return list(found)
         self.queue.req_notify()
         if found := self.queue.poll(_DEPTH):  # it came before the request
             return list(found)
-        if _readable(self._channel.fd, timeout_s):
+        if _wait_readable(self._channel.fd, timeout_s):
             self._channel.get_cq_event()
             self.queue.ack_events(1)
         return list(self.queue.poll(_DEPTH))
@@ -249,15 +249,15 @@ class Window:
             RdmaError: The device refuses.
         """
         port = memory.port
-        self._memory, self._is_open, psn = memory, True, _psn()
-        with _verbs("no queue pair"):
+        self._memory, self._is_open, psn = memory, True, _choose_psn()
+        with _convert_errors("no queue pair"):
             self._completions = _Completions(port)
             attributes = port.verbs.QPInitAttr(self._completions.queue, self._completions.queue, max_send_wr=1)
             self._pair = memory.domain.create_qp(attributes)
         try:
-            with _verbs("the queue pair"):
+            with _convert_errors("the queue pair"):
                 port.connect(self._pair, writer, port.verbs.AccessFlags.REMOTE_WRITE)
-                own = port.pair_of(self._pair, psn)
+                own = port.describe_pair(self._pair, psn)
         except RdmaError:
             self.close()
             raise
@@ -295,12 +295,12 @@ class Window:
             RdmaError: It does not answer.
         """
         verbs = self._memory.port.verbs
-        with _verbs("the end of a queue pair"):
+        with _convert_errors("the end of a queue pair"):
             self._pair.modify(verbs.QPAttrMask.STATE, qp_state=verbs.QPState.ERR)
             self._pair.post_recv(verbs.RecvWR(1, []))
             deadline = clock.monotonic() + _DRAIN_S
             while clock.monotonic() < deadline:
-                for done in self._completions.next(_LOOK_S):
+                for done in self._completions.wait_next(_LOOK_S):
                     if done.wr_id == 1 and done.status == verbs.WCStatus.WR_FLUSH_ERR:
                         return
         raise RdmaError("the queue pair is not flushed")
@@ -315,16 +315,16 @@ class Writer:
         Raises:
             RdmaError: The device refuses.
         """
-        self._source, self._port, self._psn = source, source.port, _psn()
+        self._source, self._port, self._psn = source, source.port, _choose_psn()
         self._place: peer.WriteWindow | None = None
         self._under_way = 0
         self._lock, self._is_over = threading.Lock(), False
-        with _verbs("no queue pair"):
+        with _convert_errors("no queue pair"):
             self._completions = _Completions(self._port)
             queue = self._completions.queue
             attributes = self._port.verbs.QPInitAttr(queue, queue, max_send_wr=_DEPTH, max_recv_wr=1)
             self._pair = source.domain.create_qp(attributes)
-        self.pair = self._port.pair_of(self._pair, self._psn)
+        self.pair = self._port.describe_pair(self._pair, self._psn)
 
     def connect(self, place: peer.WriteWindow) -> None:
         """Connect to the holder's window.
@@ -332,7 +332,7 @@ class Writer:
         Raises:
             RdmaError: The device refuses.
         """
-        with self._lock, _verbs("no connection"):
+        with self._lock, _convert_errors("no connection"):
             if self._is_over:
                 raise RdmaError("the version is over")
             self._port.connect(self._pair, place.pair, 0)
@@ -359,7 +359,7 @@ class Writer:
         progress = clock.monotonic()
         assert place is not None and 0 <= offset <= end <= self._source.length
         while at < end or self._under_way:
-            with _verbs("a write"):
+            with _convert_errors("a write"):
                 while at < end and self._under_way < _DEPTH:
                     count = min(_WRITE_BYTES, end - at)
                     request = verbs.SendWR(
@@ -372,7 +372,7 @@ class Writer:
                     )
                     self._pair.post_send(request)
                     at, self._under_way = at + count, self._under_way + 1
-                for done in self._completions.next(_LOOK_S):
+                for done in self._completions.wait_next(_LOOK_S):
                     if not done.is_success:
                         raise RdmaError(f"a write of this node: {done.status_str}")
                     self._under_way, progress = self._under_way - 1, clock.monotonic()
@@ -388,12 +388,12 @@ class Writer:
         self._completions.close()
 
 
-def _psn() -> int:
+def _choose_psn() -> int:
     return int.from_bytes(os.urandom(3), "little") & _MOST_PSN
 
 
 @contextmanager
-def _scratch(port: RdmaPort, data: bytes) -> Iterator[Registered]:
+def _register_scratch(port: RdmaPort, data: bytes) -> Iterator[Registered]:
     """Yield memory with these bytes, for a trial."""
     memory = mmap.mmap(-1, len(data))  # unmapped with its last user, which may be a device that does not let go
     memory[:] = data
@@ -430,7 +430,7 @@ class Rdma:
         """Open the device. Tell the port, or why there is none."""
         self._loop = asyncio.get_running_loop()
         try:
-            self._port = await beside("gemini-rdma", lambda: find_port(self._setting))
+            self._port = await run_beside("gemini-rdma", lambda: find_port(self._setting))
             self.state = self._port.title
             self._log("rdma", detail=f"{self.state} is active; each peer is tried before a version goes that way")
         except RdmaError as exc:
@@ -462,7 +462,7 @@ class Rdma:
         self._resting[host] = clock.monotonic() + REST_S
         self._tell(f"{host}: {reason}")
 
-    def registered(self, memory: Memfd) -> Registered | None:
+    def find_registration(self, memory: Memfd) -> Registered | None:
         """Return the registration of a slot, None if it cannot be made or is not there yet.
 
         The first call starts a thread that makes it.
@@ -491,22 +491,22 @@ class Rdma:
             self._slots[memory] = made
         memory.call_before_close(made.forget)
 
-    def window(self, memory: Memfd, writer: peer.QueuePair) -> Window | None:
+    def open_window(self, memory: Memfd, writer: peer.QueuePair) -> Window | None:
         """Let a peer's queue pair write into a slot, for one version. Return None if TCP has to serve."""
-        made = self.registered(memory)
-        with self._telling():
+        made = self.find_registration(memory)
+        with self._report_errors():
             return Window(made, writer) if made is not None else None
         return None
 
-    def writer(self, memory: Memfd) -> Writer | None:
+    def open_writer(self, memory: Memfd) -> Writer | None:
         """Return a writer of a slot's bytes, for one version. None: TCP has to serve."""
-        made = self.registered(memory)
-        with self._telling():
+        made = self.find_registration(memory)
+        with self._report_errors():
             return Writer(made) if made is not None else None
         return None
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _report_errors(self) -> Iterator[None]:
         try:
             yield
         except RdmaError as exc:
@@ -531,7 +531,7 @@ class Rdma:
                 raise RdmaError(f"the bytes of a trial have not arrived within {TRIAL_S:g} s")
 
         try:
-            with _scratch(self._port, data) as source, closing(Writer(source)) as writer:
+            with _register_scratch(self._port, data) as source, closing(Writer(source)) as writer:
                 link.send(peer.PushTrial(writer.pair))
                 answer = link.receive(peer.PushAnswer)
                 if not isinstance(answer.window, peer.WriteWindow):
@@ -566,7 +566,7 @@ class Rdma:
             link.send(peer.PushAnswer("there is no device"))
             return False
         try:
-            with _scratch(self._port, bytes(TRIAL_BYTES)) as target:
+            with _register_scratch(self._port, bytes(TRIAL_BYTES)) as target:
                 with closing(Window(target, trial.pair)) as window:
                     link.send(peer.PushAnswer(window=window.place))
                     said = link.receive(peer.PushTried)

@@ -21,14 +21,14 @@ CORES_A_STRIPE = 2  # the training keeps the other core
 _MOST_BYTES = 4 * PIECE_BYTES  # of a chunk where there are several connections
 
 
-def usual() -> int:
+def count_connections() -> int:
     """Return how many connections a pair of agents uses in all on a node with this one's cores."""
     return max(1, min(peer.MAX_STRIPES, len(os.sched_getaffinity(0)) // CORES_A_STRIPE))
 
 
 def share(ranks: int) -> int:
     """Return how many of these connections each of so many ranks gets. Each gets at least one."""
-    return max(1, usual() // max(1, ranks))
+    return max(1, count_connections() // max(1, ranks))
 
 
 def cut(offset: int, length: int, count: int) -> list[tuple[int, int]]:
@@ -98,7 +98,7 @@ class Stripes:
         with self._changed:
             self._chunks.extend(chunks)
             self._changed.notify_all()
-        while (chunk := self._next(0)) is not None:
+        while (chunk := self._pop_chunk(0)) is not None:
             self._put(self.lead, chunk)
 
     def wait_acknowledged(self) -> None:
@@ -130,7 +130,7 @@ class Stripes:
             if not there():
                 raise OSError(self.failure or "the connections have ended")
 
-    def acknowledged(self, link: BlockingLink, arrived: int) -> int:
+    def record_acknowledged(self, link: BlockingLink, arrived: int) -> int:
         """Record an acknowledgement of a connection. Return how many bytes of the version are acknowledged in all.
 
         Raises:
@@ -162,7 +162,7 @@ class Stripes:
         for link in self.links:
             link.close()
 
-    def _next(self, number: int) -> _Chunk | None:
+    def _pop_chunk(self, number: int) -> _Chunk | None:
         """Return the next chunk for this connection. The lead gets None if there is none, the others at the end."""
         with self._changed:
             if number:
@@ -180,7 +180,7 @@ class Stripes:
 
     def _carry(self, number: int) -> None:
         try:
-            while (chunk := self._next(number)) is not None:
+            while (chunk := self._pop_chunk(number)) is not None:
                 self._put(self.links[number], chunk)
         except OSError as exc:
             self.failure = self.failure or str(exc)

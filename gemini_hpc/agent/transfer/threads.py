@@ -16,7 +16,7 @@ from gemini_hpc.node import priority
 R = TypeVar("R")
 
 
-async def beside(name: str, work: Callable[[], R], *, urgent: bool = False) -> R:
+async def run_beside(name: str, work: Callable[[], R], *, urgent: bool = False) -> R:
     """Run `work` in a thread of its own and return its result. Exceptions of `work` are raised here.
 
     Args:

@@ -22,5 +22,5 @@ class Transfers:
         self.incoming.stop()
         self.outgoing.stop()
         await self.pulls.cease()
-        await self.incoming.ended()
-        await self.outgoing.ended()
+        await self.incoming.wait_stopped()
+        await self.outgoing.wait_stopped()
