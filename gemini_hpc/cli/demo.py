@@ -366,9 +366,9 @@ def _run_jobs(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
 
     show.say()
     show.say("gemini-hpc inspect, before the cut:")
-    show.say(_indent(before))
+    show.say(_indent_text(before))
     show.say("gemini-hpc inspect, after the recovery:")
-    show.say(_indent(after))
+    show.say(_indent_text(after))
     failed = []
     for number in range(1, args.cuts + 1):
         cut, first = main.cut_at[number - 1], first_steps[number]
@@ -402,5 +402,5 @@ def count_repeated(run: TrainingRun, restart: int) -> int:
     return int(max(0, old - new + 1))
 
 
-def _indent(text: str) -> str:
+def _indent_text(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.rstrip().splitlines())

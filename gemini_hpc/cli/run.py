@@ -208,7 +208,7 @@ def _run_command(command: list[str], max_restarts: int, *, own: bool) -> int:
     attempts = RestartLimit(max_restarts)
     before: _Failure | None = None
     while True:
-        attempts.record_start(_ask_reached(path))
+        attempts.record_start(_ask_progress(path))
         known = _ask_last_end(path)
         try:
             step = _Step(command, env, path, ended, own=own)
@@ -221,7 +221,7 @@ def _run_command(command: list[str], max_restarts: int, *, own: bool) -> int:
         if not path:
             _say(f"the step ended with status {status}; not restarted: no agent protects this job")
             return status
-        reached = _ask_reached(path)
+        reached = _ask_progress(path)
         healthy = _await_healthy_nodes(path, ended, own=own)
         if ended.is_set():
             return status
@@ -248,7 +248,7 @@ def _run_command(command: list[str], max_restarts: int, *, own: bool) -> int:
         _fit_nodes(env)
 
 
-def _ask_reached(path: str) -> Reached | None:
+def _ask_progress(path: str) -> Reached | None:
     verdict = ask_verdict(path) if path else None
     return None if verdict is None else Reached(verdict.sealed, verdict.begun)
 
@@ -301,12 +301,12 @@ class _Step:
         # alone.
         for number in (*SENT, signal.SIGCONT):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._forward)
+                signal.signal(number, self._forward_signal)
         self._child = subprocess.Popen(command, env=env)
         for early in self._early:
             self._child.send_signal(early)
 
-    def _forward(self, number: int, _frame: object) -> None:
+    def _forward_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:
             self._ended.set()
         if number in SENT:

@@ -448,7 +448,7 @@ def _list_suspects(log: Iterable[EventRecord]) -> set[str]:
     return {e.detail.partition(_SILENT)[0] if _SILENT in e.detail else e.host for e in told}
 
 
-def _was_nothing(log: Sequence[EventRecord]) -> bool:
+def _was_false_alarm(log: Sequence[EventRecord]) -> bool:
     """Return whether all suspects turned out to live, and no action was taken."""
     suspected, cleared = _list_suspects(log), {e.host for e in log if e.name == "dismissed"}
     return bool(suspected) and suspected <= cleared and not any(e.name in _DEEDS for e in log)
@@ -469,14 +469,14 @@ def list_recoveries(events: Sequence[EventRecord]) -> list[Document]:
     for event in events:
         # A second dead node of the same incarnation belongs to the running recovery.
         newest = found[-1] if found else []
-        over = not newest or event.t - newest[-1].t >= RECOVERY_GAP_S or _was_nothing(newest)
+        over = not newest or event.t - newest[-1].t >= RECOVERY_GAP_S or _was_false_alarm(newest)
         if event.name in RECOVERY_STARTS and (over or newest[0].restart != event.restart):
             found.append([event])
         elif not over and not (newest[-1].name == _RECOVERY_END and _is_completed(newest)):
             newest.append(event)
     documents = []
     for log in found:
-        if _was_nothing(log):
+        if _was_false_alarm(log):
             continue
         began, last, rows = log[0].t, log[0].t, []
         for e in log:
