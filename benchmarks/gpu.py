@@ -42,7 +42,7 @@ from benchmarks import gpugraphs, gpuspans
 from benchmarks.gpudevice import Fake, Gpu, Machine
 from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest
 from gemini_hpc.train.device.digest import PieceDigests, Placed
-from gemini_hpc.train.device.digest import digests as device_digests
+from gemini_hpc.train.device.digest import read_digests as device_digests
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.device.interface import Broken, Communicator, Message
 from gemini_hpc.train.device.memory import TensorSlot
@@ -166,7 +166,7 @@ def communicator(on: Machine) -> Communicator:
 
 
 def to_self(on: Machine, made: Communicator, size_bytes: int) -> None:
-    stream = on.device().stream()
+    stream = on.device().create_stream()
     for size in (64 << 10, MB, CHUNK_BYTES, size_bytes):
         source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=on.place)
         into = torch.zeros_like(source)
@@ -344,7 +344,7 @@ def snapshot(on: Machine, size_bytes: int, iterations: int) -> None:
     device, training = on.device(), Training(on, size_bytes)
     slot, other = replica_memory(training.bytes), replica_memory(training.bytes)
     pinned = on.pin(slot.bytes)
-    lane: Any = device.stream()
+    lane: Any = device.create_stream()
     host = HostCopies(device, lambda tensor: True)
     cuts = _cuts(training.bytes)
     targets = {"host": training.pairs(slot.bytes), "host, not pinned": training.pairs(other.bytes)}

@@ -239,7 +239,7 @@ def _run_command(command: list[str], max_restarts: int, *, own: bool) -> int:
         end = last.end if last is not None else NOTHING
         told += f" ({end.text})" * bool(end.text)
         now = _Failure(status, end.key, reached.step if reached is not None else None)
-        why_not = attempts.failed(reached, again=now.repeats(before), memory=end.memory)
+        why_not = attempts.judge_failure(reached, again=now.repeats(before), memory=end.memory)
         before = now
         if why_not:
             _say(f"{told}; not restarted: {why_not}")

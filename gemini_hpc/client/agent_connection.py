@@ -153,7 +153,7 @@ class AgentClient:
         say: Callable[[str], None] = lambda note: None,
         progress: OwnProgress | None = None,
     ) -> None:
-        """Create a client; `hello` connects it.
+        """Create a client; `join_training` connects it.
 
         Args:
             path: Path of the agent's socket.
@@ -199,7 +199,7 @@ class AgentClient:
         """Return the control page of the current agent, or None before the welcome."""
         return self._page
 
-    def hello(self, hello: local.Hello, waiting: Callable[[float, str], None]) -> local.Welcome:
+    def join_training(self, hello: local.Hello, waiting: Callable[[float, str], None]) -> local.Welcome:
         """Join the training and return the welcome.
 
         The wait is limited to WELCOME_TIMEOUT_S, and to NOT_YET_S if the agent explains the delay. If the agent dies
@@ -315,7 +315,7 @@ class AgentClient:
             self._say(reply.note)
         return reply, fds
 
-    def event(self, name: str, version: int, detail: str = "", t: float | None = None) -> None:
+    def queue_event(self, name: str, version: int, detail: str = "", t: float | None = None) -> None:
         """Queue an entry for the event log without waiting for its transmission.
 
         The oldest entry is dropped if the agent is slower than the events. Without an agent the entry is dropped

@@ -8,16 +8,16 @@ from collections import Counter
 _closed: Counter[tuple[str, ...]] = Counter()
 
 
-def nth(name: str) -> int:
+def number_training(name: str) -> int:
     """Return the number of the current training of this name, counted from 1."""
-    return _closed[_key(name)] + 1
+    return _closed[_build_key(name)] + 1
 
 
 def count(name: str) -> None:
     """Record that a training of this name is closed."""
-    _closed[_key(name)] += 1
+    _closed[_build_key(name)] += 1
 
 
-def _key(name: str) -> tuple[str, ...]:
+def _build_key(name: str) -> tuple[str, ...]:
     """Return the name with launch and job, so that a process of another launch or job counts from 1 again."""
     return (name, *(os.environ.get(key, "") for key in ("GEMINI_SOCKET", "GEMINI_STEP", "SLURM_STEP_ID")))

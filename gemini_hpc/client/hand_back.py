@@ -26,7 +26,7 @@ def hand_back(
         chosen: The (epoch, version) that this launch resumed from.
     """
     for index, slot in enumerate(shard.slots):
-        content = slot.known()
+        content = slot.read_content()
         if content.epoch != epoch and (content.epoch, content.version) != chosen:
             content = Content()  # a version of an earlier launch; the round voided all that it did not choose (R4)
         reply, _ = exchange(
@@ -50,7 +50,7 @@ def hand_back(
     return True
 
 
-def same_or_new(shard: K, training_name: str, exchange: Exchange, make: Callable[[list[int]], K]) -> K:
+def map_agent_memory(shard: K, training_name: str, exchange: Exchange, make: Callable[[list[int]], K]) -> K:
     """Return the shard in the agent's memory: this one, or a new one that `make` maps from two descriptors.
 
     Raises:

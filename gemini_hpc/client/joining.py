@@ -55,7 +55,7 @@ class JoinNotice(msgspec.Struct, frozen=True, array_like=True):
         return Redundancy(self.nodes, self.replicas, self.parity)
 
     @classmethod
-    def of(cls, welcome: local.Welcome) -> JoinNotice:
+    def from_welcome(cls, welcome: local.Welcome) -> JoinNotice:
         """Return the notice for the agent's welcome."""
         return cls(
             node_rank=welcome.node_rank,
@@ -64,7 +64,7 @@ class JoinNotice(msgspec.Struct, frozen=True, array_like=True):
             nodes=welcome.nodes,
             epoch=welcome.epoch,
             chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
-            holders=_holders(welcome),
+            holders=_list_holders(welcome),
         )
 
 
@@ -81,13 +81,13 @@ def check_name(name: object) -> None:
         raise ValueError(f"name is {name[:80]!r}: use 1 to 64 letters, digits, '.', '_' or '-', no '.' or '-' first")
 
 
-def no_agent() -> str:
+def explain_missing_agent() -> str:
     """Return why this process has no agent, as far as the plugin knows."""
     why = os.environ.get(UNPROTECTED_ENV, "")
     return f"no agent here ({why[:300] or f'{SOCKET_ENV} is not set'})"
 
 
-def hello(training_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
+def build_hello(training_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
     """Return the greeting of this process."""
     step, pid = step_name(os.environ), os.getpid()
     return local.hello(
@@ -99,8 +99,8 @@ def hello(training_name: str, rank: int, world: int, local_rank: int, tier: Tier
         pid=pid,
         tier=tier,
         restarts=RESTARTS_ENV in os.environ,
-        nth=finished.nth(training_name),
-        series=series(os.environ),
+        nth=finished.number_training(training_name),
+        series=derive_series(os.environ),
     )
 
 
@@ -109,13 +109,13 @@ def step_name(environ: Mapping[str, str]) -> str:
     return environ.get(STEP_ENV) or f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
 
 
-def series(environ: Mapping[str, str]) -> str:
+def derive_series(environ: Mapping[str, str]) -> str:
     """Return the name that all starts of this step share within one allocation."""
     known = environ.get(RESTARTS_ENV, "")
     return known[:64] if len(known) > 1 else step_name(environ).partition("+")[0]
 
 
-def waiting(waited_s: float, why: str) -> str:
+def describe_wait(waited_s: float, why: str) -> str:
     """Return a line for the user about a slow welcome, or "" for none.
 
     Args:
@@ -127,31 +127,31 @@ def waiting(waited_s: float, why: str) -> str:
     return "waiting for the agents of all nodes to agree on what to resume from" if waited_s > 5 else ""
 
 
-def _holders(welcome: local.Welcome) -> tuple[int, ...]:
+def _list_holders(welcome: local.Welcome) -> tuple[int, ...]:
     if welcome.parity:
         return welcome.group
     usual = min(welcome.replicas, welcome.nodes)
     return welcome.group[: welcome.replicas] or placement.list_holders(welcome.node_rank, welcome.nodes, usual)
 
 
-def keepers(notices: Sequence[JoinNotice]) -> placement.Keepers:
+def collect_keepers(notices: Sequence[JoinNotice]) -> placement.Keepers:
     """Return, by node rank, the nodes that keep its shards; with parity the nodes of its group."""
     return {n.node_rank: n.holders for n in sorted(notices, key=lambda n: n.node_rank)}
 
 
-def targets(notices: Sequence[JoinNotice], mine: JoinNotice) -> list[list[int]]:
+def list_targets(notices: Sequence[JoinNotice], mine: JoinNotice) -> list[list[int]]:
     """Return for each rank the ranks to whose nodes its shard goes, in the order of sending.
 
     Raises:
         ValueError: These ranks cannot have parity.
     """
-    homes, found = [n.node_rank for n in notices], keepers(notices)
+    homes, found = [n.node_rank for n in notices], collect_keepers(notices)
     if not mine.redundancy.parity:
         return placement.list_targets(homes, found)
     return parity.list_targets(homes, list(found.values()))
 
 
-def unclosed(notices: Sequence[JoinNotice]) -> str:
+def describe_unclosed(notices: Sequence[JoinNotice]) -> str:
     """Return which ranks have not closed the previous training; "" if all have, or none."""
     most = max(n.nth for n in notices)
     behind = [str(rank) for rank, n in enumerate(notices) if n.nth < most]
@@ -163,7 +163,7 @@ def unclosed(notices: Sequence[JoinNotice]) -> str:
     )
 
 
-def problem(notices: Sequence[JoinNotice], mine: JoinNotice, *, with_parity: bool = False) -> str:
+def find_problem(notices: Sequence[JoinNotice], mine: JoinNotice, *, with_parity: bool = False) -> str:
     """Return why this program cannot be protected, or "" if it can.
 
     Args:
@@ -182,7 +182,7 @@ def problem(notices: Sequence[JoinNotice], mine: JoinNotice, *, with_parity: boo
     if m > len(nodes):
         wanted = f"groups of {m} nodes" if mine.parity else f"{m} replicas"
         return f"{wanted} asked for, but the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    lacking = placement.find_stranger(keepers(notices))
+    lacking = placement.find_stranger(collect_keepers(notices))
     if lacking:
         return (
             f"the training has ranks on only {len(nodes)} of the job's {mine.nodes} nodes: node rank {lacking[1]} "
@@ -190,13 +190,13 @@ def problem(notices: Sequence[JoinNotice], mine: JoinNotice, *, with_parity: boo
             "of the job"
         )
     try:
-        targets(notices, mine)
+        list_targets(notices, mine)
     except ValueError as exc:
         return str(exc)
     return ""
 
 
-def resumed(welcome: local.Welcome, version: int, load_s: float, now: float) -> str:
+def describe_resume(welcome: local.Welcome, version: int, load_s: float, now: float) -> str:
     """Return the line for the user about a resume: the version, its place, and what the failure has cost.
 
     Args:
@@ -211,13 +211,13 @@ def resumed(welcome: local.Welcome, version: int, load_s: float, now: float) -> 
     if welcome.reached >= version:
         steps = welcome.reached - version
         line += f", {steps or 'no'} step{'s' * (steps > 1)} repeated"
-    failed_at, what = _failed_at(), "failure"
+    failed_at, what = _read_failure_time(), "failure"
     if not failed_at:
         failed_at, what = welcome.stopped_at, "training stopped"
     return f"{line}, {now - failed_at:.1f} s after the {what}" if 0 < failed_at <= now else line
 
 
-def _failed_at() -> float:
+def _read_failure_time() -> float:
     """Return when a launcher saw the attempt before fail (Unix time), or 0.0."""
     try:
         return float(os.environ.get(FAILED_ENV, ""))

@@ -61,7 +61,7 @@ class MappedSlot:
         self.content = Content()
         self.has_manifest = False
 
-    def known(self) -> Content:
+    def read_content(self) -> Content:
         """Return the complete content: by this process's record, else by the agent's commit record."""
         if self.content.digest:
             return self.content
@@ -146,13 +146,13 @@ class MappedShard(Generic[S]):
         self.pushed, self._slot = pushed, slot
         self.slots = [slot(fd, total_bytes) for fd in fds]
 
-    def of(self, fds: list[int]) -> Any:
+    def map_onto(self, fds: list[int]) -> Any:
         """Return the same shard in other memory."""
         return MappedShard(self.rank, self.world, self.home, self.total_bytes, fds, self._slot, pushed=self.pushed)
 
-    def in_turn(self) -> list[S]:
+    def list_slots_by_age(self) -> list[S]:
         """Return the slots in the order in which versions will fill them: the older content first."""
-        return sorted(self.slots, key=lambda slot: (slot.known().epoch, slot.known().version))
+        return sorted(self.slots, key=lambda slot: (slot.read_content().epoch, slot.read_content().version))
 
     def populate(self) -> None:
         """Fault in all pages of both slots (see `Slot.populate`)."""
@@ -199,7 +199,7 @@ class ShardOwner(Generic[K]):
         """
         if not self.former or self.shard is None:
             return
-        contents = [slot.known() for slot in self.shard.slots]
+        contents = [slot.read_content() for slot in self.shard.slots]
         if any(c.digest and (c.epoch, c.version) <= sealed for c in contents):
             gone, self.former = self.former, []
             for shard in gone:

@@ -21,7 +21,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _MEMORY = frozenset(("MemoryError", "OutOfMemoryError"))
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the kind of an exception and its place in the user's code: "ValueError at train.py:12"."""
     kind = f"exit {error.code}" if isinstance(error, SystemExit) else type(error).__name__
     return f"{kind[:80]} at {_place(error)}"
@@ -60,7 +60,7 @@ class _Kept(io.StringIO):
         return len(text)
 
 
-def shown(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """Return the text that `sys.excepthook` prints for an exception."""
     kept = _Kept(sys.stderr)
     with contextlib.redirect_stderr(kept):
@@ -70,11 +70,11 @@ def shown(error: BaseException) -> str:
 
 def show(error: BaseException) -> None:
     """Print an exception through `sys.excepthook`, without frames that are not its user's."""
-    error.__traceback__ = _below_us(error.__traceback__)  # hooks read the traceback from there
+    error.__traceback__ = _strip_own_frames(error.__traceback__)  # hooks read the traceback from there
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _below_us(trace: TracebackType | None) -> TracebackType | None:
+def _strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the script's first frame on, or None if the script could not even begin."""
     at, path = trace, ""
     while at is not None:

@@ -39,7 +39,7 @@ def set_ranks() -> None:
     if environ.get(RANKS_OF_ENV, step) != step:
         for name in (RANKS_OF_ENV, *NAMES):
             environ.pop(name, None)
-    found = ranks(environ)
+    found = derive_ranks(environ)
     others = any(environ.get(name, found.get(name)) != found.get(name) for name in ("RANK", "WORLD_SIZE"))
     if others or any(name in environ for name in MPIRUN_ENV):
         return
@@ -49,7 +49,7 @@ def set_ranks() -> None:
         environ.setdefault(name, value)
 
 
-def ranks(environ: Mapping[str, str]) -> dict[str, str]:
+def derive_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that `set_ranks` sets in this environment.
 
     The result is empty if Slurm's variables contradict each other, and in heterogeneous jobs. The master is missing
@@ -59,7 +59,7 @@ def ranks(environ: Mapping[str, str]) -> dict[str, str]:
         return {} if any(name in environ for name in _OTHERS_ENV) else _ALONE
     rank, world = (number(environ.get(name, ""), -1) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
     node, local_rank = (number(environ.get(name, ""), -1) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
-    here = _tasks_of(node, environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    here = _count_tasks(node, environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if not (0 <= rank < world and 0 <= local_rank < here <= world) or "SLURM_HET_SIZE" in environ:
         return {}
     if world == 1:
@@ -68,7 +68,7 @@ def ranks(environ: Mapping[str, str]) -> dict[str, str]:
     port = ports.of_attempt(
         ports.of_step(base, number(environ.get("SLURM_STEP_ID", ""))), number(environ.get(ATTEMPT_ENV, ""))
     )
-    found = (str(value) for value in (rank, world, local_rank, here, _first_host(environ), port))
+    found = (str(value) for value in (rank, world, local_rank, here, _find_first_host(environ), port))
     return {name: value for name, value in zip(NAMES, found, strict=True) if value}
 
 
@@ -85,7 +85,7 @@ def _step(environ: Mapping[str, str]) -> str:
     return f"{environ.get('SLURM_JOB_ID', '')}.{number(environ.get('SLURM_RESTART_COUNT', ''))}.{step}"
 
 
-def _tasks_of(node: int, text: str) -> int:
+def _count_tasks(node: int, text: str) -> int:
     """Return the number of tasks of a node from Slurm's list, or 0 if the list lacks the node.
 
     "2(x3),1" means 2 tasks on each of the first three nodes.
@@ -101,7 +101,7 @@ def _tasks_of(node: int, text: str) -> int:
     return 0
 
 
-def _first_host(environ: Mapping[str, str]) -> str:
+def _find_first_host(environ: Mapping[str, str]) -> str:
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
         return ""
     try:

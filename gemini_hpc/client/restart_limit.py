@@ -57,7 +57,7 @@ class RestartLimit:
         """
         self._start = reached
 
-    def failed(self, reached: Reached | None, *, again: bool = False, memory: bool = False) -> str:
+    def judge_failure(self, reached: Reached | None, *, again: bool = False, memory: bool = False) -> str:
         """Return why the failed step is not restarted, or "" if it is.
 
         Args:
@@ -78,14 +78,14 @@ class RestartLimit:
         if self.restarts >= self._most:
             return f"{self.restarts} restarts are used up"
         if again:
-            return f"it {each_time(reached)}"
+            return f"it {describe_repeat(reached)}"
         if self._barren > 1:
             return "no newer version was sealed since the last restart"
         self.restarts += 1
         return ""
 
 
-def each_time(reached: Reached | None) -> str:
+def describe_repeat(reached: Reached | None) -> str:
     """Return the description of a step that fails again at the same place."""
     if reached is None:
         return "fails in the same way each time"

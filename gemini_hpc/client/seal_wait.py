@@ -111,7 +111,7 @@ class SealGate:
         if first:
             self._on_degraded(reason)
 
-    def abandoned(self, version: int) -> bool:
+    def is_abandoned(self, version: int) -> bool:
         """Return whether the agents have abandoned this version.
 
         The rank that could not save it has reported the reason.
@@ -119,7 +119,7 @@ class SealGate:
         page = self._page()
         return page is not None and page.abandoned >= (self._epoch, version)
 
-    def missed(self, version: int) -> None:
+    def record_miss(self, version: int) -> None:
         """Record that the training went on without this version.
 
         No agent has reported that seals are impossible. A single miss has no effect. Protection is degraded if a

@@ -13,7 +13,7 @@ import msgspec
 from gemini_hpc import clock, lines
 from gemini_hpc.client import finished, joining
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, RefusedForNow
-from gemini_hpc.client.hand_back import hand_back, same_or_new
+from gemini_hpc.client.hand_back import hand_back, map_agent_memory
 from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, SPARES_ENV, TRY_AGAIN_EXIT, JoinNotice
 from gemini_hpc.client.mapped_slots import ShardOwner
 from gemini_hpc.client.own_progress import OwnProgress
@@ -40,7 +40,7 @@ class Ranks(Protocol):
     rank: int
     world: int
 
-    def all(self, data: bytes) -> list[bytes]:
+    def gather_data(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, by rank (collective)."""
 
 
@@ -170,19 +170,19 @@ class RankSession:
         welcome, done = self.welcome, clock.time()
         for change in welcome.changes:
             self.say_once(change)
-        self.say_once(joining.resumed(welcome, self.version, done - began, done))
+        self.say_once(joining.describe_resume(welcome, self.version, done - began, done))
         detail = {"rank": self.rank, "began": began, "fetched": fetched, "loaded": done, "shards": shards}
         if welcome.reached >= self.version:
             detail["repeated"] = welcome.reached - self.version
         assert self.client is not None
-        self.client.event("resumed", self.version, json.dumps(detail), t=done)
+        self.client.queue_event("resumed", self.version, json.dumps(detail), t=done)
         self._goes_on = True
 
     def report_first_iteration(self) -> None:
         """Record in the event log that the first iteration after a resume is over, at the first call after one."""
         if self._goes_on:
             self._goes_on = False
-            self.event("first_iteration", f"rank {self.rank}")
+            self.record_event("first_iteration", f"rank {self.rank}")
 
     def count_step(self) -> None:
         """Count one completed `step()`. The agent sees the count even if this process is killed next."""
@@ -255,10 +255,10 @@ class RankSession:
         """Record a finding for the report."""
         self.findings.append(text)
 
-    def event(self, name: str, detail: str, version: int | None = None) -> None:
+    def record_event(self, name: str, detail: str, version: int | None = None) -> None:
         """Send an entry to the event log if there is an agent."""
         if self.client is not None and not self.client.lost:
-            self.client.event(name, self.version if version is None else version, detail)
+            self.client.queue_event(name, self.version if version is None else version, detail)
 
     def note(self, name: str, version: int, reason: str) -> None:
         """Record an incident of a version, and print each kind of incident once. Any thread may call this."""
@@ -272,7 +272,7 @@ class RankSession:
                 self.say(f"rank {self.rank}: version {version} {name}: {reason}")
         self.count(name)
         if self.client is not None:
-            self.client.event(name, version, f"rank {self.rank}: {reason}")
+            self.client.queue_event(name, version, f"rank {self.rank}: {reason}")
 
     def count(self, name: str) -> None:
         """Count one more version that was not saved for this reason."""
@@ -290,13 +290,13 @@ class RankSession:
         """Return whether copies are made, as far as this rank knows."""
         return self.verdict.protected
 
-    def all(self, data: bytes) -> list[bytes]:
+    def gather_data(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, by rank (collective)."""
-        return self.ranks.all(data) if self.world > 1 else [data]
+        return self.ranks.gather_data(data) if self.world > 1 else [data]
 
-    def agreed(self, mine: bool) -> bool:
+    def is_true_on_all(self, mine: bool) -> bool:
         """Return whether `mine` is true on all ranks (collective)."""
-        return all(word == b"1" for word in self.all(b"1" if mine else b"0"))
+        return all(word == b"1" for word in self.gather_data(b"1" if mine else b"0"))
 
     def join(self, problem: str = "", told: Iterable[str] = ()) -> None:
         """Find the agent and agree with the other ranks (collective).
@@ -305,15 +305,19 @@ class RankSession:
             problem: Reason why this rank cannot be protected.
             told: Sentences of this rank, printed as `say_shared` does.
         """
-        notice = msgspec.structs.replace(self._greet(problem), nth=finished.nth(self.title), told=tuple(told))
-        notices = [msgspec.msgpack.decode(part, type=JoinNotice) for part in self.all(msgspec.msgpack.encode(notice))]
-        if problem := joining.unclosed(notices):  # some ranks' answers belong to another training
+        notice = msgspec.structs.replace(
+            self._greet(problem), nth=finished.number_training(self.title), told=tuple(told)
+        )
+        notices = [
+            msgspec.msgpack.decode(part, type=JoinNotice) for part in self.gather_data(msgspec.msgpack.encode(notice))
+        ]
+        if problem := joining.describe_unclosed(notices):  # some ranks' answers belong to another training
             self.say_once(f"this {self._what} is not protected: {problem}")
             return
-        problem = joining.problem(notices, notice, with_parity=self._parity)
+        problem = joining.find_problem(notices, notice, with_parity=self._parity)
         if problem:
             if self.client is not None and self.client.page is not None:
-                self.client.event("unprotected", 0, problem)
+                self.client.queue_event("unprotected", 0, problem)
             kept = max((n.chosen for n in notices), default=(0, 0, 0))
             if any(n.later for n in notices):
                 self.try_again(problem)
@@ -342,10 +346,10 @@ class RankSession:
             self.epoch,
         )
         self.redundancy = notice.redundancy
-        self.targets = joining.targets(notices, notice)
+        self.targets = joining.list_targets(notices, notice)
         self.outgoing = self.targets[self.rank]
         self.incoming = [r for r, t in enumerate(self.targets) if self.rank in t and r != self.rank]
-        self.verdict.hope()
+        self.verdict.record_acceptance()
         self.state = "arming"
         self.say_shared([n.told for n in notices])
 
@@ -353,32 +357,34 @@ class RankSession:
         """Send `Hello` once more, so that the agents verify their copies and choose again (collective)."""
         if self.client is not None:
             self.client.close()
-        self.all(b"")  # no rank sends `Hello` before all ranks have hung up
+        self.gather_data(b"")  # no rank sends `Hello` before all ranks have hung up
         self.verdict.withdraw()
         self.join(problem)
 
     def _greet(self, problem: str) -> JoinNotice:
         if not self.path:
-            return JoinNotice(problem=joining.no_agent())
+            return JoinNotice(problem=joining.explain_missing_agent())
         if problem:
             return JoinNotice(problem=problem)
-        hello = joining.hello(self.title, self.rank, self.world, self._local_rank, self.tier)
+        hello = joining.build_hello(self.title, self.rank, self.world, self._local_rank, self.tier)
         self._waiting_said = ""
         try:
             if self._progress is None:
-                self._progress = self._own_progress()
-            self.client = AgentClient(self.path, self._rejoin, self._agent_gone, self.say, self._progress)
-            self.welcome = self.client.hello(hello, self._waiting)
+                self._progress = self._open_own_progress()
+            self.client = AgentClient(
+                self.path, self._hand_memory_back, self._on_agent_gone, self.say, self._progress
+            )
+            self.welcome = self.client.join_training(hello, self._report_wait)
         except (AgentLost, AgentRefused) as error:
             self.client = None
             self._hide()
             return JoinNotice(problem=str(error), later=isinstance(error, RefusedForNow))
         if self._imported_at is not None:  # a restarted rank had everything imported already
-            self.client.event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
+            self.client.queue_event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
         self.name = self.welcome.training or self.title
-        return JoinNotice.of(self.welcome)
+        return JoinNotice.from_welcome(self.welcome)
 
-    def _own_progress(self) -> OwnProgress | None:
+    def _open_own_progress(self) -> OwnProgress | None:
         try:
             return OwnProgress(lambda: self.collectives()._replace(version=self.version))
         except OSError as error:
@@ -390,8 +396,8 @@ class RankSession:
             self._progress.close()
             self._progress = None
 
-    def _waiting(self, waited_s: float, why: str) -> None:
-        said = joining.waiting(waited_s, why)
+    def _report_wait(self, waited_s: float, why: str) -> None:
+        said = joining.describe_wait(waited_s, why)
         if said not in ("", self._waiting_said):
             self._waiting_said = said
             self.say_once(said)
@@ -406,7 +412,7 @@ class RankSession:
             self.client.close()
         self._leave(TRY_AGAIN_EXIT)
 
-    def begun_without_resume(self) -> None:
+    def end_unresumed_protection(self) -> None:
         """End protection at a first `step()` without `resume()`, on every rank alike, to keep the version."""
         version = self.welcome.chosen_version if self.protected else 0
         if not version:
@@ -415,7 +421,7 @@ class RankSession:
         self.state = "unprotected"
         why = f"resume() was not called before the first step(), but there is version {version} to resume from"
         self.findings.append(why)
-        self.event("unprotected", why)
+        self.record_event("unprotected", why)
         self.say_once(
             f"{why}: this {self._what} began anew and is not protected, and that version stays as it is. Call "
             f"resume() before the loop; to begin anew on purpose, give the {self._what} another name, or submit a "
@@ -426,7 +432,7 @@ class RankSession:
 
     # ---- what the agent has ----------------------------------------------------------------------------
 
-    def agent(self) -> AgentClient:
+    def require_agent(self) -> AgentClient:
         """Return the agent's client.
 
         Raises:
@@ -480,15 +486,15 @@ class RankSession:
 
     # ---- the agent's death -----------------------------------------------------------------------------
 
-    def _agent_gone(self) -> None:
+    def _on_agent_gone(self) -> None:
         if self.protected and not self.gate.patient:
             self.gate.degrade("the agent is gone")
 
-    def _rejoin(self, welcome: local.Welcome, exchange: Exchange) -> bool:
+    def _hand_memory_back(self, welcome: local.Welcome, exchange: Exchange) -> bool:
         """Hand the memory back to a new agent that has welcomed this rank (on the client's thread)."""
         first = self.client.first if self.client is not None else None
         if first is None or (welcome.epoch, welcome.restart) != (first.epoch, first.restart):
-            self.lose(
+            self.end_protection(
                 f"the agent came back at epoch {welcome.epoch}, restart {welcome.restart}"
                 + (f"; this {self._what} is at epoch {first.epoch}, restart {first.restart}" if first else "")
             )
@@ -499,7 +505,7 @@ class RankSession:
                 if keeper.shard is None:
                     continue
                 if not keeper.writing.acquire(timeout=_WRITING_S):
-                    self.lose("a copy into replica memory does not finish")
+                    self.end_protection("a copy into replica memory does not finish")
                     return False
                 keeper.grants += 1
                 keeper.writing.release()
@@ -508,7 +514,7 @@ class RankSession:
                     hand_back(former, self.name, exchange, self.epoch, chosen)
                 if not hand_back(keeper.shard, self.name, exchange, self.epoch, chosen):
                     # the agent has its own memory for this shard, because only the connection broke
-                    keeper.shard = same_or_new(keeper.shard, self.name, exchange, keeper.shard.of)
+                    keeper.shard = map_agent_memory(keeper.shard, self.name, exchange, keeper.shard.map_onto)
         for told in self.on_rejoin:
             told(exchange)
         exchange(local.Event(name="rejoined", version=self.version, t=clock.time(), detail=f"rank {self.rank}"))
@@ -519,23 +525,23 @@ class RankSession:
         if self.ending:
             return  # the last links break if the ranks do not leave together
         self.say(f"rank {self.rank}: protection is degraded: {reason}; the {self._what} goes on")
-        self.event("degraded", reason)
+        self.record_event("degraded", reason)
 
     def _on_restored(self, version: int) -> None:
         self.state = "protected"
         self.say(f"rank {self.rank}: protected again, version {version} is sealed")
 
-    def lose(self, reason: str) -> None:
+    def end_protection(self, reason: str) -> None:
         """End protection for good while the program goes on. Any thread may call this.
 
         While the ranks have no common verdict yet, this rank still takes part in the next step's collective. The
         other ranks learn of the loss there.
         """
-        if not self.verdict.lose():
+        if not self.verdict.end_protection():
             return
         self.state = "unprotected"
         self.findings.append(reason)
         self.say(f"rank {self.rank}: this {self._what} is no longer protected: {reason}")
-        self.event("unprotected", reason)
+        self.record_event("unprotected", reason)
         for told in self.on_lost:
             told(reason)

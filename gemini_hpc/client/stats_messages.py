@@ -55,12 +55,12 @@ def profile_key(model: str, hosts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def kept(training: str, rank: int, key: str, data: bytes) -> local.CacheBytes | None:
+def build_cache_bytes(training: str, rank: int, key: str, data: bytes) -> local.CacheBytes | None:
     """Return a message for `AgentClient.post`; None for more bytes than an agent keeps."""
     return local.CacheBytes(training, rank, key, data) if len(data) <= local.MAX_KEPT_BYTES else None
 
 
-def traffic(
+def build_traffic(
     *,
     scheme: str,
     transport: str,
@@ -98,41 +98,41 @@ def traffic(
     `chunk_spans` has, for each chunk of the plan, the number of its span, below `planned_spans`.
     """
     return TrafficState(
-        t=_within(clock.time() if t is None else t, 0.0, 1e11),
-        scheme=_word(scheme),
-        transport=_word(transport),
-        stage=_word(stage),
+        t=_clamp(clock.time() if t is None else t, 0.0, 1e11),
+        scheme=_sanitize_word(scheme),
+        transport=_sanitize_word(transport),
+        stage=_sanitize_word(stage),
         problem=problem[:_MAX_SENTENCE].encode(errors="replace").decode(),
-        j=_count(j),
-        s=_count(s),
-        repeated=_count(j + s - 1),
-        iteration_s=_duration(iteration_s),
-        idle_s=_duration(idle_s),
-        spans=_count(spans),
-        collectives=_count(collectives or 0),
-        deviation=_known(deviation, -1.0, MAX_RATIO),
-        bytes_per_s=_known(bytes_per_s, 0.0, MAX_BYTES_PER_S),
-        alpha_s=_duration(alpha_s),
-        chunks=_count(len(chunk_spans)),
-        largest_chunk_bytes=_bytes(largest_chunk_bytes),
-        total_bytes=_bytes(total_bytes),
-        fitting_bytes=_bytes(fitting_bytes),
-        spilled_bytes=_bytes(spilled_bytes),
-        late_s=_duration(late_s) or 0.0,
-        overhead=_known(overhead, -1.0, MAX_RATIO),
-        waited_s=_duration(waited_s),
-        buffer_bytes=_bytes(buffer_bytes),
-        chunks_per_span=chunks_per_span(chunk_spans, planned_spans),
-        unsealed=_count(unsealed),
-        mu=_known(mu, 0.0, 1.0),
-        ceiling=_known(ceiling, 0.0, 1.0),
-        judged_in=_count(judged_in),
-        sealed_s=_duration(sealed_s),
+        j=_clamp_count(j),
+        s=_clamp_count(s),
+        repeated=_clamp_count(j + s - 1),
+        iteration_s=_clamp_duration(iteration_s),
+        idle_s=_clamp_duration(idle_s),
+        spans=_clamp_count(spans),
+        collectives=_clamp_count(collectives or 0),
+        deviation=_clamp_known(deviation, -1.0, MAX_RATIO),
+        bytes_per_s=_clamp_known(bytes_per_s, 0.0, MAX_BYTES_PER_S),
+        alpha_s=_clamp_duration(alpha_s),
+        chunks=_clamp_count(len(chunk_spans)),
+        largest_chunk_bytes=_clamp_bytes(largest_chunk_bytes),
+        total_bytes=_clamp_bytes(total_bytes),
+        fitting_bytes=_clamp_bytes(fitting_bytes),
+        spilled_bytes=_clamp_bytes(spilled_bytes),
+        late_s=_clamp_duration(late_s) or 0.0,
+        overhead=_clamp_known(overhead, -1.0, MAX_RATIO),
+        waited_s=_clamp_duration(waited_s),
+        buffer_bytes=_clamp_bytes(buffer_bytes),
+        chunks_per_span=count_chunks_per_span(chunk_spans, planned_spans),
+        unsealed=_clamp_count(unsealed),
+        mu=_clamp_known(mu, 0.0, 1.0),
+        ceiling=_clamp_known(ceiling, 0.0, 1.0),
+        judged_in=_clamp_count(judged_in),
+        sealed_s=_clamp_duration(sealed_s),
         reason=reason[:_MAX_SENTENCE].encode(errors="replace").decode(),
     )
 
 
-def chunks_per_span(chunk_spans: Iterable[int], spans: int) -> tuple[int, ...]:
+def count_chunks_per_span(chunk_spans: Iterable[int], spans: int) -> tuple[int, ...]:
     """Return the number of chunks in each span, in order.
 
     Neighbouring spans are added up as far as needed for at most MAX_PER_SPAN numbers.
@@ -142,10 +142,10 @@ def chunks_per_span(chunk_spans: Iterable[int], spans: int) -> tuple[int, ...]:
     for span in chunk_spans:
         if 0 <= span < spans:
             counts[span // width] += 1
-    return tuple(_count(n) for n in counts)
+    return tuple(_clamp_count(n) for n in counts)
 
 
-def timeline(
+def build_timeline(
     *,
     version: int,
     iteration_s: float,
@@ -156,7 +156,7 @@ def timeline(
     waits: Iterable[tuple[float, float]] = (),
     spans: Iterable[tuple[float, float]] = (),
 ) -> TimelineState:
-    """Return one iteration, cut to its length and thinned to a packet's size (see `thinned`).
+    """Return one iteration, cut to its length and thinned to a packet's size (see `merge_neighbours`).
 
     All times are in seconds from the iteration's start.
 
@@ -170,29 +170,33 @@ def timeline(
         waits: (start, end) of each wait at the optimizer.
         spans: (start, end) of each idle span.
     """
-    length_s = _moment(iteration_s, MAX_MOMENT_S)
+    length_s = _clamp_moment(iteration_s, MAX_MOMENT_S)
 
     def cut(start: float, end: float) -> tuple[float, float]:
-        start_s = _moment(start, length_s)
-        return start_s, max(start_s, _moment(end, length_s))
+        start_s = _clamp_moment(start, length_s)
+        return start_s, max(start_s, _clamp_moment(end, length_s))
 
-    operations = [Operation(_word(name), *cut(start, end), _bytes(size)) for name, start, end, size in ops]
-    sent = [Chunk(*cut(start, end), _bytes(size), _count(replica)) for start, end, size, replica in chunks]
+    operations = [
+        Operation(_sanitize_word(name), *cut(start, end), _clamp_bytes(size)) for name, start, end, size in ops
+    ]
+    sent = [
+        Chunk(*cut(start, end), _clamp_bytes(size), _clamp_count(replica)) for start, end, size, replica in chunks
+    ]
     sent.sort(key=lambda chunk: (chunk.replica, chunk.start_s))
-    copied = [CopyTime(*cut(start, end), _bytes(size)) for start, end, size in copies]
+    copied = [CopyTime(*cut(start, end), _clamp_bytes(size)) for start, end, size in copies]
     return TimelineState(
         version=min(max(version, 0), (1 << VERSION_BITS) - 1),
         iteration_s=length_s,
-        gate_s=_moment(gate_s, length_s),
-        ops=thinned(_in_order(operations), MAX_OPS, _same_operation),
-        chunks=thinned(sent, MAX_CHUNKS, _same_chunk, lambda a, b: a.replica == b.replica),
-        copies=thinned(_in_order(copied), MAX_COPIES, _same_copy),
-        waits=thinned(_in_order([Stretch(*cut(*wait)) for wait in waits]), MAX_WAITS, _same_stretch),
-        spans=thinned(_in_order([Stretch(*cut(*span)) for span in spans]), MAX_SPANS, _same_stretch),
+        gate_s=_clamp_moment(gate_s, length_s),
+        ops=merge_neighbours(_sort_by_start(operations), MAX_OPS, _merge_operations),
+        chunks=merge_neighbours(sent, MAX_CHUNKS, _merge_chunks, lambda a, b: a.replica == b.replica),
+        copies=merge_neighbours(_sort_by_start(copied), MAX_COPIES, _merge_copies),
+        waits=merge_neighbours(_sort_by_start([Stretch(*cut(*wait)) for wait in waits]), MAX_WAITS, _merge_stretches),
+        spans=merge_neighbours(_sort_by_start([Stretch(*cut(*span)) for span in spans]), MAX_SPANS, _merge_stretches),
     )
 
 
-def thinned(
+def merge_neighbours(
     items: Sequence[T], most: int, merge: Callable[[T, T], T], alike: Callable[[T, T], bool] = lambda a, b: True
 ) -> tuple[T, ...]:
     """Return at most `most` items, merging neighbours with the least time between them.
@@ -202,7 +206,7 @@ def thinned(
     surplus = len(items) - most
     if surplus <= 0:
         return tuple(items)
-    ends = sorted(range(1, len(items)), key=lambda i: _apart(items[i - 1], items[i], alike))[:surplus]
+    ends = sorted(range(1, len(items)), key=lambda i: _measure_gap(items[i - 1], items[i], alike))[:surplus]
     joined = set(ends)
     out: list[T] = []
     for index, item in enumerate(items):
@@ -213,61 +217,61 @@ def thinned(
     return tuple(out)
 
 
-def _apart(a: T, b: T, alike: Callable[[T, T], bool]) -> tuple[bool, float]:
+def _measure_gap(a: T, b: T, alike: Callable[[T, T], bool]) -> tuple[bool, float]:
     return not alike(a, b), b.start_s - a.end_s
 
 
-def _in_order(items: list[T]) -> list[T]:
+def _sort_by_start(items: list[T]) -> list[T]:
     return (
         items if all(a.start_s <= b.start_s for a, b in pairwise(items)) else sorted(items, key=lambda i: i.start_s)
     )
 
 
-def _same_operation(a: Operation, b: Operation) -> Operation:
+def _merge_operations(a: Operation, b: Operation) -> Operation:
     name = a.name if a.name == b.name else SEVERAL
-    return Operation(name, a.start_s, max(a.end_s, b.end_s), _bytes(a.bytes + b.bytes))
+    return Operation(name, a.start_s, max(a.end_s, b.end_s), _clamp_bytes(a.bytes + b.bytes))
 
 
-def _same_chunk(a: Chunk, b: Chunk) -> Chunk:
-    return Chunk(min(a.start_s, b.start_s), max(a.end_s, b.end_s), _bytes(a.bytes + b.bytes), a.replica)
+def _merge_chunks(a: Chunk, b: Chunk) -> Chunk:
+    return Chunk(min(a.start_s, b.start_s), max(a.end_s, b.end_s), _clamp_bytes(a.bytes + b.bytes), a.replica)
 
 
-def _same_copy(a: CopyTime, b: CopyTime) -> CopyTime:
-    return CopyTime(a.start_s, max(a.end_s, b.end_s), _bytes(a.bytes + b.bytes))
+def _merge_copies(a: CopyTime, b: CopyTime) -> CopyTime:
+    return CopyTime(a.start_s, max(a.end_s, b.end_s), _clamp_bytes(a.bytes + b.bytes))
 
 
-def _same_stretch(a: Stretch, b: Stretch) -> Stretch:
+def _merge_stretches(a: Stretch, b: Stretch) -> Stretch:
     return Stretch(a.start_s, max(a.end_s, b.end_s))
 
 
 # ---- values that an agent takes ------------------------------------------------------------------------
 
 
-def _within(value: float, least: float, most: float) -> float:
+def _clamp(value: float, least: float, most: float) -> float:
     return min(max(float(value), least), most) if isfinite(value) else least
 
 
-def _known(value: float | None, least: float, most: float) -> float | None:
-    return _within(value, least, most) if value is not None and isfinite(value) else None
+def _clamp_known(value: float | None, least: float, most: float) -> float | None:
+    return _clamp(value, least, most) if value is not None and isfinite(value) else None
 
 
-def _duration(value: float | None) -> float | None:
-    return _known(value, 0.0, MAX_DURATION_S)
+def _clamp_duration(value: float | None) -> float | None:
+    return _clamp_known(value, 0.0, MAX_DURATION_S)
 
 
-def _moment(value: float, most: float) -> float:
-    return min(round(_within(value, 0.0, most), 6), most)
+def _clamp_moment(value: float, most: float) -> float:
+    return min(round(_clamp(value, 0.0, most), 6), most)
 
 
-def _count(value: int) -> int:
+def _clamp_count(value: int) -> int:
     return min(max(int(value), 0), MAX_RANKS)
 
 
-def _bytes(value: int) -> int:
+def _clamp_bytes(value: int) -> int:
     return min(max(int(value), 0), _MAX_BYTES)
 
 
 @lru_cache(maxsize=256)
-def _word(text: str) -> str:
+def _sanitize_word(text: str) -> str:
     """Replace all characters that JSON would escape, so that a name's room in a packet is known."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_-.: /") else "?" for c in text[:MAX_NAME])

@@ -70,7 +70,7 @@ class StepGuard:
             self._sleep(_POLL_S)
         self.waited_s += self._clock() - began
 
-    def leaving(self) -> bool:
+    def is_leaving(self) -> bool:
         """Return whether the job is about to leave a node, for less than LEAVES_S so far.
 
         An agent lost meanwhile has most likely continued without the node, and the launcher is about to end this
@@ -86,9 +86,9 @@ class StepGuard:
         return now - self._leaving_since < LEAVES_S
 
     def stand_by(self) -> None:
-        """Block while the job is about to leave a node (see `leaving`)."""
+        """Block while the job is about to leave a node (see `is_leaving`)."""
         began = self._clock()
-        while self.leaving():
+        while self.is_leaving():
             self._sleep(_POLL_S)
         self.waited_s += self._clock() - began
 

@@ -19,15 +19,15 @@ class StartVerdict:
         self.ready = False  # this rank is able to begin
         self.refused = False  # this rank will not take part
 
-    def hope(self) -> None:
+    def record_acceptance(self) -> None:
         """Record that the agents accept this rank."""
         self.protected = self.awaited = True
 
     def withdraw(self) -> None:
-        """End protection and the wait for a verdict until the next `hope`."""
+        """End protection and the wait for a verdict until the next `record_acceptance`."""
         self.protected = self.awaited = False
 
-    def lose(self) -> bool:
+    def end_protection(self) -> bool:
         """End protection; return False if it had ended already."""
         with self.lock:
             if not self.protected or self.refused:
@@ -38,7 +38,7 @@ class StartVerdict:
                 self.protected = False
             return True
 
-    def prepared(self) -> None:
+    def record_prepared(self) -> None:
         """Record that this rank is able to begin, unless it has refused meanwhile."""
         with self.lock:
             self.ready = self.ready or not self.refused

@@ -109,7 +109,7 @@ class StackSession:
         self.active, self.saved_since = session.protected, False
         if not self.active:
             return
-        client = self._session.agent()
+        client = self._session.require_agent()
         if self._transport is not None:
             self._transport.joined_anew(client)
         elif session.world > 1 and session.welcome.replicas > 1:
@@ -196,7 +196,7 @@ class StackSession:
     def _skipped(self, why: str) -> None:
         self._session.say(f"version {self._session.version} is not saved: {why}")
         if self._session.client is not None:
-            self._session.client.event("skipped", self._session.version, why)
+            self._session.client.queue_event("skipped", self._session.version, why)
 
     def _save(self, make: Callable[[], VersionPart]) -> None:
         """Save this rank's part and send it to the holders.
@@ -242,7 +242,7 @@ class StackSession:
         Raises:
             AgentLost, AgentRefused: The agent does not provide the memory.
         """
-        client, me = self._session.agent(), self._me
+        client, me = self._session.require_agent(), self._me
         own = register(client, me, self._session.rank, self._session.node_rank, totals[self._session.rank])
         try:
             own.populate()
@@ -262,7 +262,7 @@ class StackSession:
         Raises:
             AgentLost, AgentRefused: The agent does not provide a slot. Errors of `store` are raised too.
         """
-        client, shard = self._session.agent(), self._own.shard
+        client, shard = self._session.require_agent(), self._own.shard
         self._catch_up()
         assert shard is not None
         if least.total > shard.total_bytes:
@@ -305,7 +305,7 @@ class StackSession:
             AgentLost, AgentRefused, LinkBroken: The version cannot be sent or reported.
         """
         assert self._own.shard is not None
-        client, slot, used = self._session.agent(), self._own.shard.slots[index], layout.small_offset
+        client, slot, used = self._session.require_agent(), self._own.shard.slots[index], layout.small_offset
         for rank, box in self._boxes.items():
             if not box.offer(Head(self._session.version, used, layout.total)):
                 raise AgentRefused(f"the node of rank {rank} could not take the version")
@@ -324,7 +324,7 @@ class StackSession:
     def _abort(self, begun: list[int]) -> None:
         for index in begun:
             with suppress(AgentLost, AgentRefused):  # a lost agent has voided the slot itself
-                self._session.agent().request(
+                self._session.require_agent().request(
                     local.Abort(
                         training=self._session.name,
                         rank=self._session.rank,
@@ -378,7 +378,7 @@ class StackSession:
         Raises:
             AgentLost, AgentRefused, OSError, ValueError: The shard cannot be fetched or is not the expected one.
         """
-        self._session.agent()
+        self._session.require_agent()
         reply, fd = self._session.fetch(rank)
         saved = SavedShard.read(map_copy(fd, reply.used), reply.bytes)
         if (saved.header.stamp.version, saved.header.rank) != (self._session.welcome.chosen_version, rank):

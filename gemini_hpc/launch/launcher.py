@@ -181,7 +181,7 @@ class Launcher:
         again, first = end.repeats(state.before), state.first
         if first.cause is Cause.HUNG and first.host == self._environ.get("SLURMD_NODENAME"):
             self._check(state)
-        why_not = self._limit.failed(self._reached(), again=again, memory=first.memory)
+        why_not = self._limit.judge_failure(self._reached(), again=again, memory=first.memory)
         over = bool(why_not) and (again or first.cause is Cause.HUNG)  # no launcher has decided this yet
         if end.text:
             line = f"{end.text}; not starting the ranks again: {why_not}" if over else ""
@@ -225,7 +225,7 @@ class Launcher:
             self._status, self._place = status, None
             return None
         memory = end.memory or (begun and state is not None and state.first.memory)
-        why_not = self._limit.failed(reached, again=again, memory=memory)
+        why_not = self._limit.judge_failure(reached, again=again, memory=memory)
         if why_not and not (begun and not again):
             self._report.add(self._attempt, end, rank, f"{end.text}; not starting the ranks again: {why_not}")
             self._report_end(end, over=why_not)

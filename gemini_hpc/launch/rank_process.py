@@ -35,7 +35,7 @@ class _Note:
     def write(self, cause: Cause, error: BaseException) -> None:
         """Write an exception's evidence; the cause comes last, because it marks the note as complete."""
         self._map[1] = mistake.is_memory(error)
-        self._put(self._WORDS_AT, mistake.in_words(error), self._TEXT_AT)
+        self._put(self._WORDS_AT, mistake.describe_error(error), self._TEXT_AT)
         self._map[0] = 1 + cause
 
     def leave(self, text: str) -> None:
@@ -199,7 +199,7 @@ def leave_traceback(error: BaseException) -> None:
     if note is None:
         mistake.show(error)
     else:
-        note.leave(mistake.shown(error))
+        note.leave(mistake.format_traceback(error))
 
 
 def _children() -> list[int]:

@@ -60,7 +60,7 @@ def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, vers
         OSError: On all ranks, if a phase fails on any rank.
     """
     _agree(words, _lacking(), RuntimeError)
-    datasets = plan([msgspec.msgpack.decode(raw, type=ShardManifest) for raw in words.all(arrays.packed)])
+    datasets = plan([msgspec.msgpack.decode(raw, type=ShardManifest) for raw in words.gather_data(arrays.packed)])
     attributes = {"training": name, "version": version, "world": comm.Get_size(), "time": int(clock.time())}
     directory, last = os.path.split(os.path.abspath(path))
     temporary = f"{directory}/.{last}.tmp"
@@ -242,6 +242,6 @@ def _problem(path: str, what: Callable[[], object]) -> str:
 
 def _agree(words: MpiRanks, problem: str, kind: type[Exception]) -> None:
     """Continue if no rank has a problem, else raise the first rank's problem on all ranks (collective)."""
-    found = words.first(problem and f"rank {words.rank}: {problem}")
+    found = words.find_first_text(problem and f"rank {words.rank}: {problem}")
     if found:
         raise kind(found)

@@ -66,7 +66,7 @@ class Calls:
         session = self._session
         made = session.version if counts and session.protected else 0
         word = msgspec.msgpack.encode(Call(name, made, ready, lost, need or Need()))
-        calls = [msgspec.msgpack.decode(raw, type=Call) for raw in self._ranks.all(word)]
+        calls = [msgspec.msgpack.decode(raw, type=Call) for raw in self._ranks.gather_data(word)]
         if len({call.name for call in calls}) > 1:
             self.apart = True
             session.verdict.reject()
@@ -85,7 +85,7 @@ class Calls:
                 + f"{difference}. Call step() once in each iteration on every rank; {end}"
             )
         session.count("void")
-        session.event("void", difference, version)
+        session.record_event("void", difference, version)
         return True
 
 

@@ -79,7 +79,7 @@ class Checkpointer:
         self._words = MpiRanks(self._comm)
         self._rank, self._world = self._words.rank, self._words.world
         self._arrays = Arrays(arrays, self._rank, self._world)
-        given = [int(raw) for raw in self._words.all(str(every).encode())]
+        given = [int(raw) for raw in self._words.gather_data(str(every).encode())]
         if len(set(given)) > 1:
             raise ValueError(f"wanted the same every on all ranks, found {sorted(set(given))}")
         self._chunk_bytes = chunk_bytes
@@ -161,7 +161,7 @@ class Checkpointer:
                 shards = self._fetch(welcome)
             except (AgentLost, AgentRefused, OSError, ValueError) as error:
                 session.say(f"version {welcome.chosen_version} cannot be loaded: rank {self._rank}: {error}")
-            if session.agreed(bool(shards)):
+            if session.is_true_on_all(bool(shards)):
                 break
             session.join_anew()
             if not session.protected:
@@ -181,7 +181,7 @@ class Checkpointer:
             self._arrays.load(shards, same)
         except ValueError as error:
             problem = str(error)
-        found = self._words.first(problem)
+        found = self._words.find_first_text(problem)
         if found:
             raise ValueError(f"the saved state does not fit this program: {found}")
 
@@ -240,7 +240,7 @@ class Checkpointer:
         if not (session.version or self._resumed) and session.protected:
             if self._calls.differ(self._calls.meet("step()")):
                 return
-            session.begun_without_resume()
+            session.end_unresumed_protection()
         session.count_step()
         session.report_first_iteration()
         session.report_first_seal()
@@ -302,12 +302,12 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            self._session.lose(f"{type(error).__name__}: {error}")
+            self._session.end_protection(f"{type(error).__name__}: {error}")
 
     def _register(self) -> bool:
         """Reserve memory for this rank's shard and those kept for others, at the first step (collective)."""
         session = self._session
-        sizes = [int(raw) for raw in self._words.all(str(self._arrays.layout.total).encode())]
+        sizes = [int(raw) for raw in self._words.gather_data(str(self._arrays.layout.total).encode())]
         made: dict[int, ShardOwner[MappedShard[MappedSlot]]] = {}
         problem = ""
         try:
@@ -317,7 +317,7 @@ class Checkpointer:
                 made[rank] = keeper
         except (AgentLost, AgentRefused, OSError, ValueError) as error:
             problem = f"rank {self._rank}: {error}"
-        found = self._words.first(problem)
+        found = self._words.find_first_text(problem)
         if found:
             for keeper in made.values():
                 keeper.close()
@@ -326,7 +326,7 @@ class Checkpointer:
         self._kept = made
         assert session.client is not None
         self._summaries = SummarySender(session.client, session.name, self._rank)
-        self._used = [int(raw) for raw in self._words.all(str(self._arrays.layout.small_offset).encode())]
+        self._used = [int(raw) for raw in self._words.gather_data(str(self._arrays.layout.small_offset).encode())]
         self._start_thread()
         return True
 
@@ -440,7 +440,7 @@ class Checkpointer:
             left_s = max(0.0, most_s - (clock.monotonic() - began))
             there = over and gate.wait(self._last, lambda: False, patience_s=left_s)
             if not there and patience_s is not None and not gate.degraded:
-                gate.missed(self._last)
+                gate.record_miss(self._last)
             return over
         finally:
             self._waited_s = clock.monotonic() - began
@@ -449,7 +449,7 @@ class Checkpointer:
     def _time_seal(self) -> None:
         """Record how long the previous version took to its seal, or takes so far."""
         gate = self._session.gate
-        pointless = gate.degraded or gate.abandoned(self._last)
+        pointless = gate.degraded or gate.is_abandoned(self._last)
         self._interval.latency.poll(None if pointless else clock.monotonic())
 
     def _finish_exchange(self, exchange: Exchange, began: float, most_s: float) -> bool:
@@ -542,7 +542,7 @@ def _digest_of(slot: MappedSlot, stamp: Stamp, own: memoryview, until: float) ->
     """
 
     def read() -> str:
-        found = slot.known()
+        found = slot.read_content()
         if (found.epoch, found.version) == stamp:
             return found.digest
         return digest(own) if clock.monotonic() >= until else ""

@@ -13,7 +13,7 @@ class MpiRanks:
         self.rank: int = comm.Get_rank()
         self.world: int = comm.Get_size()
 
-    def all(self, data: bytes) -> list[bytes]:
+    def gather_data(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, by rank."""
         world = self.world
         lengths = bytearray(8 * world)
@@ -24,10 +24,10 @@ class MpiRanks:
         self._comm.Allgather(data.ljust(most, b"\x00"), gathered)
         return [bytes(gathered[i * most : i * most + size]) for i, size in enumerate(sizes)]
 
-    def agreed(self, mine: bool) -> bool:
+    def is_true_on_all(self, mine: bool) -> bool:
         """Return whether `mine` is true on all ranks."""
-        return all(word == b"1" for word in self.all(b"1" if mine else b"0"))
+        return all(word == b"1" for word in self.gather_data(b"1" if mine else b"0"))
 
-    def first(self, text: str) -> str:
+    def find_first_text(self, text: str) -> str:
         """Return the text of the lowest rank that has a non-empty one, or ""."""
-        return next((word.decode() for word in self.all(text.encode()) if word), "")
+        return next((word.decode() for word in self.gather_data(text.encode()) if word), "")

@@ -148,7 +148,7 @@ class SaveInterval:
         Args:
             sends: Copies go to other nodes.
         """
-        return stats_messages.traffic(
+        return stats_messages.build_traffic(
             scheme="background",
             transport="mpi" if sends else "none",
             stage="steady" if self._every or self._told.settled else "profile",

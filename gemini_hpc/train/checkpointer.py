@@ -160,7 +160,7 @@ class Checkpointer:
                 session.path,
                 hold_s,
                 lambda text: session.say(f"rank {session.rank}: {text}"),
-                lambda error: session.event("raised", mistake.in_words(error)),
+                lambda error: session.record_event("raised", mistake.describe_error(error)),
             )
             atexit.register(_at_exit, weakref.ref(self))
 

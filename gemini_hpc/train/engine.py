@@ -201,7 +201,7 @@ class SaveEngine:
             self.pacer,
             max_repeated=self._max_repeated,
             say=session.note,
-            broken=session.lose,
+            broken=session.end_protection,
             catch_up=self._catch_up,
             pins=self._pins(plan) if self.driver is None else None,
         )
@@ -240,7 +240,7 @@ class SaveEngine:
 
         For copies over NCCL the driver has its own.
         """
-        pin = pins.of_training(plan.capture.device)
+        pin = pins.choose_pin(plan.capture.device)
 
         def refused(reason: str) -> None:
             slow = f"copies from the device are slow, because they pass through other memory: {reason}"
@@ -257,7 +257,7 @@ class SaveEngine:
         places = dict(zip(self._ranks.members, homes, strict=True))
         monitor = CollectiveMonitor(
             lambda ranks: len({places.get(rank, -1 - rank) for rank in ranks}) != 1,
-            device=streams.of_training(on_device),
+            device=streams.choose_streams(on_device),
             savers=frozenset(self._ranks.members),
         )
         session.collectives = lambda: Progress(
@@ -366,7 +366,7 @@ class SaveEngine:
         def add(shard: TensorShard) -> TensorShard:
             """Begin to map what the first versions fill at home, while the agent takes memory for the next shard."""
             if not shard.pushed:
-                slots = shard.in_turn()
+                slots = shard.list_slots_by_age()
                 first = len(slots) if on_device else 1  # a device copies to pinned slots only
                 mappings.start(slots[:first])
                 later.extend(slots[first:])
@@ -392,10 +392,10 @@ class SaveEngine:
         except Exception as error:
             if self._listen([]):
                 known = isinstance(error, (AgentLost, AgentRefused, ValueError, OSError))
-                session.lose(str(error) if known else f"{type(error).__name__}: {error}")
+                session.end_protection(str(error) if known else f"{type(error).__name__}: {error}")
             return
         if self._listen(shards):
-            session.verdict.prepared()
+            session.verdict.record_prepared()
             priority.lower()
             for slot in later:
                 if session.ending:

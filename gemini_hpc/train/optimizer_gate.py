@@ -120,7 +120,7 @@ class OptimizerGate:
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait before an optimizer's step. Only the first such call after `step()` has an effect."""
-        if graphs.captured(optimizer) or not self._is_ours(optimizer):
+        if graphs.record_capture(optimizer) or not self._is_ours(optimizer):
             return
         self.stepped = True
         if not self.passed and self._session.protected:
@@ -136,7 +136,7 @@ class OptimizerGate:
                 self._engine.driver.fence()
             self.wait_left(self.job)
 
-    def captures(self) -> None:
+    def on_capture(self) -> None:
         """End all copies before a CUDA graph is captured.
 
         The capture counts as a change of tensors, although it changes none.
@@ -144,11 +144,11 @@ class OptimizerGate:
         if not self.forked:
             self.fence()
 
-    def replays(self, graph: Any) -> None:
+    def on_replay(self, graph: Any) -> None:
         """Pass the gate for each optimizer step in a CUDA graph that is about to be replayed."""
         if self.forked:
             return
-        steps = graphs.steps_of(graph)
+        steps = graphs.find_optimizers(graph)
         if steps is None and len(self.strange) < _SEVERAL and not any(graph is known for known in self.strange):
             self.strange.append(graph)
         for optimizer in steps or ():
@@ -162,7 +162,7 @@ class OptimizerGate:
         """
         if len(self.strange) != 1:
             return False
-        graphs.has_steps_of(self.strange.pop(), self._tree.optimizers)
+        graphs.record_optimizers(self.strange.pop(), self._tree.optimizers)
         self.stepped = True
         return True
 
@@ -207,7 +207,7 @@ class OptimizerGate:
             if controller.is_due(job.version):
                 self.wait_sealed(job, time.perf_counter() - began)
         if controller is not None and controller.scheme != "none" and session.protected:
-            if session.guard.leaving():
+            if session.guard.is_leaving():
                 self._stand_by(job)
             session.guard.wait_sealed(self._indispensable(max(controller.repeats, self._max_repeated)))
         spent = time.perf_counter() - began
@@ -279,7 +279,7 @@ class OptimizerGate:
             return
         if self._max_repeated > 1:  # the wait is elsewhere: see Replicator._save
             if job.hopeless and not gate.degraded:
-                gate.missed(job.version)
+                gate.record_miss(job.version)
             return
         controller = self._engine.controller
         assert controller is not None
@@ -294,8 +294,8 @@ class OptimizerGate:
         )
         if not self.late or not session.protected or gate.degraded:
             return
-        gate.missed(job.version)
-        if not (job.hopeless or gate.degraded or gate.abandoned(job.version)):
+        gate.record_miss(job.version)
+        if not (job.hopeless or gate.degraded or gate.is_abandoned(job.version)):
             controller.unsealed += 1
             self._tell_late(job.version)
 
@@ -307,7 +307,7 @@ class OptimizerGate:
             self._told_late = True
             session.say(f"rank {session.rank}: version {version} was {why}; later ones appear only in the event log")
         if session.client is not None:
-            session.client.event("late", version, f"rank {session.rank}: {why}")
+            session.client.queue_event("late", version, f"rank {session.rank}: {why}")
 
     # ---- whose optimizers ------------------------------------------------------------------------------
 

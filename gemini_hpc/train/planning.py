@@ -223,7 +223,7 @@ class Planning:
             Divergence(gathered, alone, self._session.rank),
             offer=self._offer_anew,
             adopt=self._adopt,
-            lose=self._session.lose,
+            lose=self._session.end_protection,
             tensors=self._replicated,
         )
         return self.replanning
@@ -270,7 +270,7 @@ class Planning:
                 "next version"
             )
         session.count("skipped")
-        session.event("skipped", f"rank {session.rank}: {why}")
+        session.record_event("skipped", f"rank {session.rank}: {why}")
 
     def fits(self) -> None:
         """Record that all tensors are as planned."""
@@ -313,7 +313,7 @@ class Planning:
             self._adopt_offers(offered)
         except Exception as error:
             known = isinstance(error, _OfferError)
-            self._session.lose(str(error) if known else f"{type(error).__name__}: {error}")
+            self._session.end_protection(str(error) if known else f"{type(error).__name__}: {error}")
 
     def _adopt_offers(self, offered: Sequence[bytes]) -> None:
         session, replanning = self._session, self.replanning
@@ -342,4 +342,4 @@ class Planning:
         replanning.set_divergence(Divergence(gathered, plan.alone, session.rank))
         session.find(f"version {session.version}: new plan: {replanning.reason}")
         session.say_once(f"new plan from version {session.version} on: {replanning.reason}")
-        session.event("planned", f"rank {session.rank}: {replanning.reason}")
+        session.record_event("planned", f"rank {session.rank}: {replanning.reason}")

@@ -97,7 +97,7 @@ class Restorer:
         """Report, at the first `step()` of a training that begins at 0, that `resume()` was left out."""
         if self.called:
             return
-        self._session.begun_without_resume()
+        self._session.end_unresumed_protection()
         if self._path:
             self._session.say_once(f"resume() was not called before the first step(): {self._path} was not loaded")
 
@@ -148,7 +148,7 @@ class Restorer:
             raise RuntimeError("reject() before resume(): nothing has been loaded")
         session = self._session
         self._meetings.meet("reject()", rejecting.MEET_S)
-        fresh = session.agreed(fresh)
+        fresh = session.is_true_on_all(fresh)
         self._record(" ".join(str(reason).split())[: rejecting.MOST_TEXT] or "no reason given", fresh=fresh)
         if trained:
             session.try_again(f"version {self.resumed_at} is rejected ({reason})")
@@ -172,7 +172,7 @@ class Restorer:
         if self.found.stamp is not None and session.client is not None:
             message = local.Reject(session.name, session.rank, self.resumed_at, reason, fresh)
             recorded, why = rejecting.record(session.client, message)
-        if b"1" in session.all(b"1" if recorded else b"0"):
+        if b"1" in session.gather_data(b"1" if recorded else b"0"):
             return
         if fresh and self.found.stamp is None:
             session.try_again(f"the state here is rejected ({reason}), and the training may start over")
@@ -245,7 +245,7 @@ class Restorer:
                 found = start.load(self._tree, self._path, session.title, session.rank, session.world)
             except (ValueError, OSError, ImportError, UnsupportedStateError) as error:
                 why = str(error)
-        if not session.agreed(not why):
+        if not session.is_true_on_all(not why):
             raise ValueError(f"cannot start from {self._path}: {why or 'another rank could not'}")
         session.version = found.version
         if found.states is not None:
@@ -276,7 +276,7 @@ class Restorer:
                 shards = self._fetch_shards(welcome)
             except (AgentLost, AgentRefused, ValueError, OSError) as error:
                 session.say(f"version {welcome.chosen_version} cannot be loaded: rank {session.rank}: {error}")
-            if session.agreed(len(shards) > 0):
+            if session.is_true_on_all(len(shards) > 0):
                 return shards
             if attempt == RESUME_ATTEMPTS:
                 break

@@ -59,9 +59,9 @@ class Versions:
             try:
                 self._capture_step()
             except (UnknownTypeError, UnsupportedStateError, StateChangedError) as error:
-                session.lose(str(error))
+                session.end_protection(str(error))
             except Exception as error:  # our own failure must not stop the training
-                session.lose(f"{type(error).__name__}: {error}")
+                session.end_protection(f"{type(error).__name__}: {error}")
         self._ship(None)
 
     def _complete(self) -> bool:
@@ -125,7 +125,7 @@ class Versions:
                 "such versions are not saved, as nothing keeps the next change from them. What is not sealed is not "
                 "protected. Let the step() of a torch.optim.Optimizer write the weights"
             )
-        self._session.event("degraded", text)
+        self._session.record_event("degraded", text)
         self._report_unsaved(self._session.version, f": {text}")
 
     def _report_unsaved(self, version: int, why: str) -> None:
@@ -198,9 +198,9 @@ class Versions:
             try:
                 engine.start(first)
             except Exception as error:  # the other ranks go on to `arm`
-                session.lose(f"{type(error).__name__}: {error}")
+                session.end_protection(f"{type(error).__name__}: {error}")
         elif failure is not None:
-            session.lose(f"{type(failure).__name__}: {failure}")
+            session.end_protection(f"{type(failure).__name__}: {failure}")
         return engine.arm()
 
     def _capture(self, capture: Capture, moment: Moment) -> None:
@@ -286,7 +286,7 @@ class Versions:
         if planning.record_mismatches(misfits):
             session.say(f"rank {session.rank}: version {session.version} skipped: {why}; making a new plan")
         session.count("skipped")
-        session.event("skipped", f"rank {session.rank}: {why}")
+        session.record_event("skipped", f"rank {session.rank}: {why}")
         self._gate.forgone = session.version
 
     def _ship(self, job: CaptureJob | None) -> None:

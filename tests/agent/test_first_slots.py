@@ -128,11 +128,11 @@ def test_the_slot_that_is_filled_first_comes_first() -> None:
     for fd in fds:
         os.ftruncate(fd, 2 * mmap.PAGESIZE)
     shard = MappedShard(0, 1, 0, mmap.PAGESIZE, fds, MappedSlot)
-    assert shard.in_turn() == shard.slots
+    assert shard.list_slots_by_age() == shard.slots
     shard.slots[0].content = Content(1, 7, 10, "ab")
-    assert shard.in_turn() == shard.slots[::-1]
+    assert shard.list_slots_by_age() == shard.slots[::-1]
     shard.slots[1].content = Content(1, 8, 10, "ab")
-    assert shard.in_turn() == shard.slots
+    assert shard.list_slots_by_age() == shard.slots
     shard.close()
 
 

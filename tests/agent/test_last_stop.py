@@ -104,4 +104,4 @@ def test_the_line_of_a_resume(
 ) -> None:
     monkeypatch.setitem(os.environ, joining.FAILED_ENV, failed_at)
     found = local.Welcome(7, 1, 2, 0, 2, 2, *Stamp(1, 7), 2, **welcome)
-    assert joining.resumed(found, 7, 0.25, 100.0) == line
+    assert joining.describe_resume(found, 7, 0.25, 100.0) == line

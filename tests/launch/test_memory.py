@@ -129,7 +129,7 @@ def test_a_leak_is_not_started_without_end() -> None:
         while not why_not and tries < 20:
             limit.record_start(Reached((1, 10 * tries)))
             tries += 1
-            why_not = limit.failed(Reached((1, 10 * tries)), memory=memory)
+            why_not = limit.judge_failure(Reached((1, 10 * tries)), memory=memory)
             assert why_not or limit.restarts == (tries if memory else 1)
         assert (tries, why_not) == (most, "3 restarts are used up" if memory else "")
 
@@ -138,5 +138,5 @@ def test_other_failures_between_do_not_cure_a_leak() -> None:
     limit, said = RestartLimit(2), []
     for version, memory in enumerate((True, False, True, False, False, True)):
         limit.record_start(Reached((1, version)))
-        said.append(limit.failed(Reached((1, version + 1)), memory=memory))
+        said.append(limit.judge_failure(Reached((1, version + 1)), memory=memory))
     assert said == [""] * 5 + ["2 restarts are used up"]

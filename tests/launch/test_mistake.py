@@ -68,10 +68,10 @@ def test_the_place_is_the_users_own() -> None:
     with pytest.raises(ValueError, match="Expecting") as found:
         json.loads("{")
     line = found.tb.tb_lineno if found.tb is not None else 0
-    assert mistake.in_words(found.value) == f"JSONDecodeError at test_mistake.py:{line}"
+    assert mistake.describe_error(found.value) == f"JSONDecodeError at test_mistake.py:{line}"
     broken = SyntaxError("bad", ("/home/u/train.py", 7, 1, "x = ("))
-    assert mistake.in_words(broken) == "SyntaxError at train.py:7"
-    assert mistake.in_words(SystemExit(3)).startswith("exit 3 at ")
+    assert mistake.describe_error(broken) == "SyntaxError at train.py:7"
+    assert mistake.describe_error(SystemExit(3)).startswith("exit 3 at ")
 
 
 def test_lines_of_ours_are_not_kept_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_lines_of_ours_are_not_kept_back(monkeypatch: pytest.MonkeyPatch, capsys
         print("Traceback ...", file=sys.stderr)
 
     monkeypatch.setattr(sys, "excepthook", hook)
-    assert mistake.shown(ValueError()) == "Traceback ...\n" and capsys.readouterr().err == ""
+    assert mistake.format_traceback(ValueError()) == "Traceback ...\n" and capsys.readouterr().err == ""
 
 
 class OutOfMemoryError(RuntimeError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gemini_hpc
-from gemini_hpc.client.ranks import MPIRUN_ENV, NAMES, RANKS_OF_ENV, ranks
+from gemini_hpc.client.ranks import MPIRUN_ENV, NAMES, RANKS_OF_ENV, derive_ranks
 from gemini_hpc.wire import ports
 
 STEP = {
@@ -61,7 +61,7 @@ def test_a_step_of_srun(start: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_local_figures_are_of_the_tasks_own_node(changed: dict[str, str], wanted: tuple[str, ...]) -> None:
-    found = ranks(STEP | changed)
+    found = derive_ranks(STEP | changed)
     assert (found["RANK"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == wanted
 
 
@@ -115,7 +115,7 @@ def test_ranks_of_mpirun_are_left_alone(start: pytest.MonkeyPatch, env: dict[str
 
 @pytest.mark.parametrize("name", ["PMI_SIZE", "PMIX_RANK"])
 def test_pmi_is_slurms_in_a_step_and_somebody_elses_outside(start: pytest.MonkeyPatch, name: str) -> None:
-    assert ranks({name: "4"}) == {}
+    assert derive_ranks({name: "4"}) == {}
     assert after(start, STEP | {name: "4"}) == FOUND
 
 
@@ -131,11 +131,11 @@ def test_twice_is_once(start: pytest.MonkeyPatch) -> None:
 
 
 def test_the_ranks_of_another_attempt_meet_elsewhere() -> None:
-    assert ranks(STEP | {"GEMINI_ATTEMPT": "1"})["MASTER_PORT"] == str(ports.of_attempt(29778, 1)) != "29778"
+    assert derive_ranks(STEP | {"GEMINI_ATTEMPT": "1"})["MASTER_PORT"] == str(ports.of_attempt(29778, 1)) != "29778"
 
 
 def test_with_an_arbitrary_distribution_nobody_knows_the_host_of_task_0() -> None:
-    found = ranks(STEP | {"SLURM_DISTRIBUTION": "arbitrary"})
+    found = derive_ranks(STEP | {"SLURM_DISTRIBUTION": "arbitrary"})
     assert found == {name: value for name, value in FOUND.items() if name != "MASTER_ADDR"}
 
 
@@ -158,12 +158,12 @@ def test_with_an_arbitrary_distribution_nobody_knows_the_host_of_task_0() -> Non
     ],
 )
 def test_figures_that_do_not_fit_together_set_nothing(changed: dict[str, str]) -> None:
-    assert ranks(STEP | changed) == {}
+    assert derive_ranks(STEP | changed) == {}
 
 
 @pytest.mark.parametrize("hosts", ["", "n[1-", "n[1-99999999999]", "$(id)"])
 def test_a_list_of_hosts_that_is_none_gives_no_master(hosts: str) -> None:
-    assert "MASTER_ADDR" not in ranks(STEP | {"SLURM_STEP_NODELIST": hosts})
+    assert "MASTER_ADDR" not in derive_ranks(STEP | {"SLURM_STEP_NODELIST": hosts})
 
 
 def test_the_plugin_computes_the_same_ports() -> None:

@@ -142,7 +142,9 @@ def main() -> int:
         os.write(log, (json.dumps({**line, "t": time.time(), **more}) + "\n").encode())
 
     path = os.environ["GEMINI_SOCKET"]
-    hello = local.Hello(LEAST, MOST, SET, rank, world, 0, step_id, os.getpid(), series=joining.series(os.environ))
+    hello = local.Hello(
+        LEAST, MOST, SET, rank, world, 0, step_id, os.getpid(), series=joining.derive_series(os.environ)
+    )
     agent, welcome, fds = greet(path, hello)
     if not isinstance(welcome, local.Welcome):
         print(f"lite: rank {rank}: {welcome}", file=sys.stderr)

@@ -43,7 +43,7 @@ from .test_text import STEADY, but, part
 
 pytestmark = pytest.mark.slow
 
-TIMELINE = stats_messages.timeline(
+TIMELINE = stats_messages.build_timeline(
     version=42,
     iteration_s=3.1,
     gate_s=2.9,
@@ -120,7 +120,7 @@ def test_an_agent_that_tells_no_record_leaves_the_summary() -> None:
 
 
 def test_idle_is_what_lies_between_the_collectives() -> None:
-    timeline = stats_messages.timeline(
+    timeline = stats_messages.build_timeline(
         version=1, iteration_s=1.0, gate_s=0.9, ops=[("a", 0.1, 0.5, 1), ("b", 0.2, 0.3, 1), ("c", 0.6, 0.7, 1)]
     )
     assert list_idle_spans(timeline) == [(0.0, 0.1), (0.5, 0.6), (0.7, 1.0)]
@@ -186,10 +186,10 @@ def test_each_lane_is_drawn() -> None:
 
 
 def test_strange_timelines() -> None:
-    cut = stats_messages.timeline(
+    cut = stats_messages.build_timeline(
         version=1, iteration_s=1e-9, gate_s=5.0, ops=[("x", 5.0, -5.0, 1)], waits=[(0.0, 0.0)]
     )
-    holders = stats_messages.timeline(
+    holders = stats_messages.build_timeline(
         version=1, iteration_s=1.0, gate_s=0.5, chunks=[(0.1, 0.2, 1, r) for r in range(200)]
     )
     backwards = msgspec.msgpack.encode([1, 1.0, 0.5, [["$\\frac{$", 0.9, 0.1, 1]]])

@@ -39,7 +39,7 @@ class FakeEvent:
     def query(self) -> bool:
         return self.done
 
-    def seconds_since(self, earlier: Any) -> float:
+    def count_seconds_since(self, earlier: Any) -> float:
         assert self.done and earlier.done
         return float(self.at - earlier.at)
 
@@ -105,23 +105,23 @@ class FakeDevice:
         self.streams: list[FakeStream] = []
         self.launches = 0
         self.dead = self.captured = self.grouped = False
-        self.training = self.stream()
+        self.training = self.create_stream()
         self.now_on: FakeStream = self.training
 
-    def stream(self) -> FakeStream:
+    def create_stream(self) -> FakeStream:
         self.streams.append(FakeStream(self, len(self.streams)))
         return self.streams[-1]
 
-    def current(self) -> FakeStream:
+    def get_current_stream(self) -> FakeStream:
         return self.now_on
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
+    def allocate_buffer(self, size_bytes: int) -> torch.Tensor:
         return torch.full((size_bytes,), 0xEE, dtype=torch.uint8)
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return self.captured
 
-    def grouping(self) -> bool:
+    def is_grouping(self) -> bool:
         return self.grouped
 
     @property
@@ -204,7 +204,7 @@ class FakeCommunicator:
 
         stream.put("exchange", begin, kernel=True, ended=ended)
 
-    def error(self) -> str:
+    def poll_error(self) -> str:
         return "aborted" if self.aborted else ""
 
     def abort(self) -> None:

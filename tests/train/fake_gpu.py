@@ -88,12 +88,12 @@ class LiveDevice(FakeDevice):
         self._random = random.Random(seed)
         threading.Thread(target=self._go, name="fake-device", daemon=True).start()
 
-    def stream(self) -> FakeStream:
+    def create_stream(self) -> FakeStream:
         with self.lock:
             self.streams.append(_LiveStream(self, len(self.streams)))
         return self.streams[-1]
 
-    def current(self) -> Any:
+    def get_current_stream(self) -> Any:
         return _HostStream()
 
     def _go(self) -> None:
@@ -190,7 +190,7 @@ class SocketCommunicator:
             data += part
         return data
 
-    def error(self) -> str:
+    def poll_error(self) -> str:
         return "aborted" if self._aborted else ""
 
     def abort(self) -> None:

@@ -97,4 +97,4 @@ def capture(graph: Any) -> Iterator[None]:
 def install(put: Callable[[Any, str, Any], None]) -> None:
     """Put a class of graphs that nobody has wrapped where torch has its own: with `setattr`, or a test's."""
     put(torch.cuda, "CUDAGraph", type("CUDAGraph", (FakeGraph,), {}))
-    put(graphs, "capturing", lambda: FakeGraph.under_way is not None)
+    put(graphs, "is_capturing", lambda: FakeGraph.under_way is not None)

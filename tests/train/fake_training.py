@@ -57,7 +57,7 @@ class Rank:
             for after, (offset, length) in zip((0, 1, 1, -1, -1, -1), cut(size, PART - 1), strict=False)
         )
         self.own_slots: dict[int, torch.Tensor] = {}
-        self.network = [self.device.stream() for _ in range(self.groups)]
+        self.network = [self.device.create_stream() for _ in range(self.groups)]
         self.heard.on_landed = self.check
         self.world.looks.append(self.progress.poll_operations)
 
@@ -75,13 +75,13 @@ class Rank:
     def collective(self, iteration: int, k: int) -> Any:
         """As torch does it: on a stream of the communicator, after what the training has enqueued."""
         stream = self.network[k % self.groups]
-        stream.wait(self.device.current().record())
+        stream.wait(self.device.get_current_stream().record())
         self.world.collective(self.rank, stream, (iteration, k), len(self.links.sizes))
         return stream.record()
 
     def host(self, versions: int, blocks: bool, every: int = 1) -> Generator[Callable[[], bool] | None, None, None]:
         """The training: after the optimizer of iteration v the parameters are those of version v."""
-        training = self.device.current()
+        training = self.device.get_current_stream()
         for version in range(1, versions + 1):
             work = None
             for k in range(COLLECTIVES):

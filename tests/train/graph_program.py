@@ -70,7 +70,7 @@ def main(o: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     fake_graph.install(setattr)
     device = LiveDevice(o.get("seed", 0), 1)
-    host_copy.of_training = lambda _: HostCopies(device, lambda tensor: True)
+    host_copy.create_copies = lambda _: HostCopies(device, lambda tensor: True)
     training = Graphed(o.get("seed", 0))
     parts = {"whole": [training.whole], "two": [training.backward, training.optimizer.step], "none": []}[o["graphs"]]
 

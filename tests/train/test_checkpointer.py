@@ -282,7 +282,7 @@ def test_the_end_of_protection_lets_a_training_go_that_waits_for_a_copy(job: Fak
         held = ckpt._gate.job
         assert held.left.wait(10)
         held.left.clear()  # as if the copy had not begun
-        ckpt._session.lose("the agent answers nonsense")
+        ckpt._session.end_protection("the agent answers nonsense")
         assert held.left.is_set() and not ckpt._session.protected
 
 

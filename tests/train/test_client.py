@@ -25,7 +25,7 @@ HELLO = local.hello(training="s", rank=0, world=1, local_rank=0, step="1.0", pid
 
 def joined(job: FakeJob) -> AgentClient:
     agent = AgentClient(job.nodes[0].path, lambda welcome, exchange: True, lambda: None)
-    agent.hello(HELLO, lambda waited_s, why: None)
+    agent.join_training(HELLO, lambda waited_s, why: None)
     return agent
 
 
@@ -34,7 +34,7 @@ def test_an_agent_that_says_later_is_asked_again(make_job: MakeJob) -> None:
     job.not_yet = 3
     told: list[str] = []
     agent = AgentClient(job.nodes[0].path, lambda welcome, exchange: True, lambda: None)
-    agent.hello(HELLO, lambda waited_s, why: told.append(why))
+    agent.join_training(HELLO, lambda waited_s, why: told.append(why))
     agent.close()
     assert told == ["the tier cannot be seen"] * 3 and len(job.nodes[0].hellos) == 4
 
@@ -45,7 +45,7 @@ def test_for_so_long_only(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(client, "NOT_YET_S", 0.5)
     agent = AgentClient(job.nodes[0].path, lambda welcome, exchange: True, lambda: None)
     with pytest.raises(RefusedForNow, match="cannot be seen"):
-        agent.hello(HELLO, lambda waited_s, why: None)
+        agent.join_training(HELLO, lambda waited_s, why: None)
     assert 2 <= len(job.nodes[0].hellos) <= 5
 
 
@@ -76,7 +76,7 @@ def test_events_arrive_in_order_before_the_end(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     agent = joined(job)
     for version in range(50):
-        agent.event("skipped", version)
+        agent.queue_event("skipped", version)
     agent.close()
     assert [e.version for e in job.saw("skipped")] == list(range(50))
 
@@ -87,7 +87,7 @@ def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:
     job.delay["Event"] = 30.0
     began = time.monotonic()
     for version in range(10_000):
-        agent.event("skipped", version)
+        agent.queue_event("skipped", version)
     assert time.monotonic() - began < 2.0
     assert len(agent._events) <= client.EVENTS_KEPT
     assert agent._events[-1].version == 9_999, "the oldest are dropped"
@@ -99,7 +99,7 @@ def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:
     assert time.monotonic() - began < 2.0 + client.FLUSH_TIMEOUT_S
 
 
-STATE = stats_messages.traffic(scheme="gemini", transport="gloo", stage="steady", j=2)
+STATE = stats_messages.build_traffic(scheme="gemini", transport="gloo", stage="steady", j=2)
 
 
 def test_what_is_posted_arrives_the_newest_of_each_kind(make_job: MakeJob) -> None:
@@ -108,8 +108,8 @@ def test_what_is_posted_arrives_the_newest_of_each_kind(make_job: MakeJob) -> No
     job.delay["Traffic"] = 0.2
     for j in range(100):
         agent.post(local.Traffic("s", 0, msgspec.structs.replace(STATE, j=j)))
-        agent.event("skipped", j)
-    agent.post(local.Timeline("s", 0, stats_messages.timeline(version=3, iteration_s=1.0, gate_s=0.9)))
+        agent.queue_event("skipped", j)
+    agent.post(local.Timeline("s", 0, stats_messages.build_timeline(version=3, iteration_s=1.0, gate_s=0.9)))
     agent.post(local.CacheBytes("s", 0, KEY, b"profile"))
     agent.close()
     states = [m.state.j for m in job.told if isinstance(m, local.Traffic)]
@@ -142,7 +142,7 @@ def test_an_agent_that_knows_nothing_of_it_is_asked_in_vain(make_job: MakeJob) -
     agent.flush()
     assert agent.recall("s", 0, KEY) is None
     assert not agent.lost and job.told == []
-    agent.event("skipped", 1)
+    agent.queue_event("skipped", 1)
     agent.close()
     assert len(job.saw("skipped")) == 1, "the connection is as good as before"
 
@@ -151,7 +151,7 @@ def test_what_does_not_fit_a_packet_is_not_sent(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     agent = joined(job)
     agent.post(local.CacheBytes("s", 0, KEY, bytes(local.MAX_PACKET_BYTES)))
-    agent.event("skipped", 1)
+    agent.queue_event("skipped", 1)
     agent.flush()
     assert not agent.lost and len(job.saw("skipped")) == 1 and job.told == []
     agent.close()

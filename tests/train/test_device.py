@@ -63,7 +63,7 @@ class Training:
             self.traces.append(subtract_wait(trace, self.watch.held_s))
         self.version += 1
         self.pacer.begin_iteration(self.version)
-        self.begun[self.version] = self.device.here()
+        self.begun[self.version] = self.device.record_mark()
         for _ in range(COLLECTIVES):
             self.device.compute(COMPUTE_S)
             args = (None, self._tensor)
@@ -214,21 +214,21 @@ def test_who_waits_is_patient_until_the_device_has_come(training: Training) -> N
 def test_collectives_of_several_streams_and_laps() -> None:
     """One that begins before an earlier one is in flight, but does not count until that one has begun."""
     device = TimedDevice()
-    front = Front(device.here(), device.clock)
+    front = Front(device.record_mark(), device.clock)
 
     def mark(at: float) -> Any:
-        found = device.here()
+        found = device.record_mark()
         found.at = at
         return found
 
     device.now = 0.001
     front.poll_position()
-    front.launched(mark(5.0), mark(6.0))
-    front.launched(mark(1.0), mark(2.0))
-    front.arrived(mark(7.0))
-    front.passed(mark(7.5))
+    front.record_collective(mark(5.0), mark(6.0))
+    front.record_collective(mark(1.0), mark(2.0))
+    front.record_arrival(mark(7.0))
+    front.record_pass(mark(7.5))
     front.step(mark(8.0))
-    front.launched(mark(9.0), mark(9.5))
+    front.record_collective(mark(9.0), mark(9.5))
     seen = []
     for now in (0.5, 1.5, 3.0, 5.5, 6.5, 7.2, 7.6, 8.5, 9.2, 10.0):
         device.now = now
@@ -268,9 +268,9 @@ def test_what_is_gathered_in_a_bracket_is_taken_to_need_the_time_of_its_bytes(tr
 
 def test_nobody_waits_for_a_device_that_stands_still() -> None:
     device = TimedDevice()
-    front = Front(device.here(), device.clock)
+    front = Front(device.record_mark(), device.clock)
     device.compute(1000.0)
-    front.arrived(device.here())
+    front.record_arrival(device.record_mark())
     device.now = 1.0
     assert not front.poll_position().at_gate
     device.now = 40.0

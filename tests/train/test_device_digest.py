@@ -43,7 +43,7 @@ TYPES = [
 def kernel() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         made = FakeKernel()
-        patch.setattr(digest, "_kernel", lambda: made)
+        patch.setattr(digest, "_load_kernel", lambda: made)
         yield made
 
 
@@ -57,7 +57,7 @@ def of_slot(slot: torch.Tensor) -> list[bytes]:
 
 def check(placed: list[Placed], slot: torch.Tensor) -> tuple[int, ...]:
     made, right = PieceDigests(placed, HERE), of_slot(slot)
-    assert digest.digests(made.begin()) == [right[number] for number in made.numbers]
+    assert digest.read_digests(made.begin()) == [right[number] for number in made.numbers]
     return made.numbers
 
 
@@ -89,13 +89,13 @@ def test_a_digest_is_of_what_the_tensors_hold_now(kernel: FakeKernel) -> None:
     one, other = torch.zeros(PIECE_BYTES // 4 + 9), torch.zeros(PIECE_BYTES // 4)
     placed, _ = slot_of(4096, [one, other])
     made = PieceDigests(placed, HERE)
-    before = digest.digests(made.begin())
+    before = digest.read_digests(made.begin())
     one[-1] = 1.0  # in a block of two tensors
-    assert digest.digests(made.begin()) != before
+    assert digest.read_digests(made.begin()) != before
     one[-1] = 0.0
-    assert digest.digests(made.begin()) == before
+    assert digest.read_digests(made.begin()) == before
     other[-1] = 1.0  # in the last piece, which is not whole
-    assert made.numbers == (1,) and digest.digests(made.begin()) == before
+    assert made.numbers == (1,) and digest.read_digests(made.begin()) == before
 
 
 def test_pieces_of_a_tensor_that_cannot_be_read_in_place_are_left_to_the_agent() -> None:
@@ -135,7 +135,7 @@ def test_without_a_whole_piece_nothing_is_launched(kernel: FakeKernel) -> None:
     before = kernel.launches
     for placed in ([], slot_of(4096, [torch.ones(1000)])[0]):
         made = PieceDigests(placed, HERE)
-        assert made.numbers == () and digest.digests(made.begin()) == []
+        assert made.numbers == () and digest.read_digests(made.begin()) == []
     assert kernel.launches == before
 
 
@@ -152,13 +152,13 @@ def test_a_device_is_compared_with_the_processor(monkeypatch: pytest.MonkeyPatch
 
             return wrong
 
-    monkeypatch.setattr(digest, "_kernel", Wrong)
+    monkeypatch.setattr(digest, "_load_kernel", Wrong)
     assert "not those of the processor" in digest.fault(HERE)
 
     def missing() -> Any:
         raise ModuleNotFoundError("No module named 'triton'")
 
-    monkeypatch.setattr(digest, "_kernel", missing)
+    monkeypatch.setattr(digest, "_load_kernel", missing)
     assert digest.fault(HERE) == "ModuleNotFoundError: No module named 'triton'"
 
 

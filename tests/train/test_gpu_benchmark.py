@@ -30,7 +30,7 @@ class Sleeping:
     layers = 4
 
     def __init__(self, device: LaggingDevice) -> None:
-        self._device, self._mark = device, device.here()
+        self._device, self._mark = device, device.record_mark()
 
     def compute(self) -> None:
         self._device.compute(0.015)
@@ -40,7 +40,7 @@ class Sleeping:
 
     def optimizer(self) -> None:
         self._device.compute(0.002)
-        self._mark = self._device.here()
+        self._mark = self._device.record_mark()
 
     def synchronize(self) -> None:
         while not self._mark.query():

@@ -168,7 +168,7 @@ def test_a_copy_is_waited_for(job: FakeJob, monkeypatch: pytest.MonkeyPatch, wha
             return took_s
 
     device = LiveDevice(3, 1)
-    monkeypatch.setattr(host_copy, "of_training", lambda _: Slow(device, lambda tensor: True))
+    monkeypatch.setattr(host_copy, "create_copies", lambda _: Slow(device, lambda tensor: True))
     training = Graphed(1)
     training.eager()
     with gemini.Checkpointer(training.model, training.optimizer, audit=1) as ckpt:
@@ -293,9 +293,9 @@ def test_one_graph_alone_is_known_by_what_it_does(job: FakeJob, capfd: Told) -> 
         ckpt.step()
         other.replays[0].replay()
         ckpt.step()
-        assert graphs.steps_of(other.replays[0]) is None
+        assert graphs.find_optimizers(other.replays[0]) is None
         iterate(ckpt, training, 3)
-        assert graphs.steps_of(training.replays[0]) == [training.optimizer]
+        assert graphs.find_optimizers(training.replays[0]) == [training.optimizer]
         iterate(ckpt, training, 4, 5)
         wait_sealed(job, 5)
     assert {seal.version for seal in job.seals} <= {3, 4, 5} and UNSEEN not in capfd.readouterr().err

@@ -35,14 +35,14 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Bytes of each piece."""
     monkeypatch.setattr(host_copy, "PIECE_BYTES", 1000)
     pieces: list[int] = []
-    cut = host_copy._pieces
+    cut = host_copy._cut_pieces
 
     def noted(into: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for pair in cut(into, source):
             pieces.append(pair[1].nbytes)
             yield pair
 
-    monkeypatch.setattr(host_copy, "_pieces", noted)
+    monkeypatch.setattr(host_copy, "_cut_pieces", noted)
     yield pieces
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_pinned_is_told_once_and_not_tried_again() -> None:
 
 def test_small_tensors_on_a_device_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the training does after `step()` is not in them, though they come to the host when it has long gone on."""
-    monkeypatch.setattr(host_copy, "of_training", lambda device: HostCopies(LiveDevice(4, 1), everything))
+    monkeypatch.setattr(host_copy, "create_copies", lambda device: HostCopies(LiveDevice(4, 1), everything))
     model = torch.nn.Sequential(torch.nn.Linear(30, 8), torch.nn.BatchNorm1d(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     capture, tree, area = capture_of(model, optimizer)

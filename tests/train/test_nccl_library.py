@@ -53,7 +53,7 @@ def test_a_group_goes_out_as_it_was_given(built: Path, made: Made, monkeypatch: 
     out, back = torch.full((5,), 9, dtype=torch.uint8), torch.zeros(6, dtype=torch.uint8)
     nccl.exchange(stream, [Message(2, out)], [Message(0, back[1:])])
     assert back.tolist() == [0, 7, 7, 7, 7, 7]
-    assert nccl.error() == ""
+    assert nccl.poll_error() == ""
     nccl.abort()
     nccl.abort()
     assert calls() == [
@@ -67,7 +67,7 @@ def test_a_group_goes_out_as_it_was_given(built: Path, made: Made, monkeypatch: 
     ]
     with pytest.raises(Broken, match="aborted"):
         nccl.exchange(stream, [Message(2, out)], [])
-    assert nccl.error() == "aborted"
+    assert nccl.poll_error() == "aborted"
 
 
 def test_a_group_is_closed_also_after_a_failure(built: Path, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_an_error_at_another_rank_is_seen(built: Path, made: Made, monkeypatch: 
     nccl, _, _ = made
     connect(nccl, built)
     monkeypatch.setenv("FAKE_NCCL_FAIL", "async")
-    assert nccl.error() == "remote process exited"
+    assert nccl.poll_error() == "remote process exited"
 
 
 def test_a_launch_that_does_not_end_holds_the_training_no_longer_than_agreed(
@@ -96,7 +96,7 @@ def test_a_launch_that_does_not_end_holds_the_training_no_longer_than_agreed(
     with pytest.raises(Broken, match=r"0\.2 s"):
         nccl.exchange(stream, [Message(2, torch.zeros(1, dtype=torch.uint8))], [])
     assert time.monotonic() - began < 30
-    assert nccl.error() == ""  # in progress is no error
+    assert nccl.poll_error() == ""  # in progress is no error
 
 
 def test_abort_ends_a_launch_that_hangs_in_another_thread(

@@ -118,7 +118,7 @@ def test_the_own_copy_is_planned_where_the_network_is_busy() -> None:
 def test_the_own_copy_runs_with_its_collectives_and_holds_the_optimizer(seed: int) -> None:
     world = World(1, seed)
     device = world.devices[0]
-    own = OwnCopy(device, device.stream())
+    own = OwnCopy(device, device.create_stream())
     source = torch.arange(60, dtype=torch.uint8)
     turned = torch.arange(12, dtype=torch.float32).reshape(3, 4).t()
     area = torch.zeros(120, dtype=torch.uint8)
@@ -141,9 +141,9 @@ def test_the_own_copy_runs_with_its_collectives_and_holds_the_optimizer(seed: in
 
     device.training.put("optimizer", change)
     got = torch.zeros(40, dtype=torch.uint8)
-    slot.put(device.stream(), got, 20)
+    slot.put(device.create_stream(), got, 20)
     staged = torch.zeros(8, dtype=torch.uint8)
-    tensors.put(device.stream(), staged, 68)
+    tensors.put(device.create_stream(), staged, 68)
     own.launching(0)  # nothing is left
     world.run()
     assert seen == [("first", False), ("optimizer", True)]

@@ -146,24 +146,24 @@ def test_versions_that_are_missed_one_after_the_other_are_no_protection(
     now = 1000.0
     monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.monotonic", lambda: now)
     scene.page.set_sealed(3, 4)
-    scene.gate.missed(5)
+    scene.gate.record_miss(5)
     now += 300.0
     scene.page.set_sealed(3, 5)
-    scene.gate.missed(7)
+    scene.gate.record_miss(7)
     now += 300.0
     scene.page.set_sealed(3, 8)
-    scene.gate.missed(9)
+    scene.gate.record_miss(9)
     now += 59.0
-    scene.gate.missed(10)
-    scene.gate.missed(10)  # the same one again, at a later step
+    scene.gate.record_miss(10)
+    scene.gate.record_miss(10)  # the same one again, at a later step
     assert not scene.said, "5 was sealed in the end, 8 after 7, and 9 was missed less than 60 s before 10"
     now += 2.0
-    scene.gate.missed(11)
-    scene.gate.missed(12)
+    scene.gate.record_miss(11)
+    scene.gate.record_miss(12)
     assert scene.said == ["no version was sealed from version 9 on"] and scene.gate.degraded
     scene.page.set_sealed(3, 13)
     assert not scene.gate.degraded and scene.said[1:] == ["restored 13"]
-    scene.gate.missed(14)
+    scene.gate.record_miss(14)
     assert not scene.gate.degraded
 
 
@@ -259,7 +259,7 @@ def test_a_version_that_the_agents_have_given_up_is_known_as_such(scene: Scene) 
     """The rank that voids it names it: the others have nothing to tell."""
     scene.page.set_abandoned(3, 7)
     assert not scene.gate.wait(7, lambda: False)
-    assert scene.gate.abandoned(7) and not scene.gate.abandoned(8) and not scene.said
+    assert scene.gate.is_abandoned(7) and not scene.gate.is_abandoned(8) and not scene.said
 
 
 def test_a_wait_now_and_then_while_degraded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_any_summary_is_taken(data: st.DataObject) -> None:
         for name in ("iteration_s", "idle_s", "deviation", "bytes_per_s", "alpha_s", "overhead")
     }
     counts = {name: data.draw(whole) for name in ("j", "s", "spans", "collectives", "spilled_bytes", "buffer_bytes")}
-    state = stats_messages.traffic(
+    state = stats_messages.build_traffic(
         scheme=data.draw(words),
         transport="gloo",
         stage=data.draw(words),
@@ -60,7 +60,7 @@ def test_any_timeline_is_taken(
     ops: list[Any], chunks: list[Any], stretches: list[Any], iteration_s: float, gate_s: float, version: int
 ) -> None:
     copies = [(*stretch, 5) for stretch in stretches]
-    timeline = stats_messages.timeline(
+    timeline = stats_messages.build_timeline(
         version=version,
         iteration_s=iteration_s,
         gate_s=gate_s,
@@ -79,7 +79,7 @@ def test_the_longest_timeline_fits_a_packet() -> None:
     def at(n: int) -> tuple[float, float]:
         return 86400.123456 + n * 1e-3, 86400.223456 + n * 1e-3
 
-    timeline = stats_messages.timeline(
+    timeline = stats_messages.build_timeline(
         version=(1 << 40) - 1,
         iteration_s=99999.123456,
         gate_s=99998.123456,
@@ -105,10 +105,10 @@ def test_thinning_keeps_the_traffic_and_the_long_pauses() -> None:
     for n in range(1000):  # bursts of ten, with a pause of 100 ms after each, 1 ms between two
         start = n * 0.004 + (n // 10) * 0.1
         ops.append(("a" if n % 10 < 5 else "b", start, start + 0.003, 7))
-    timeline = stats_messages.timeline(version=1, iteration_s=100.0, gate_s=99.0, ops=ops)
+    timeline = stats_messages.build_timeline(version=1, iteration_s=100.0, gate_s=99.0, ops=ops)
     assert len(timeline.ops) == MAX_OPS
     assert sum(op.bytes for op in timeline.ops) == 7000
-    whole = stats_messages.timeline(version=1, iteration_s=100.0, gate_s=99.0, ops=ops[:400]).ops
+    whole = stats_messages.build_timeline(version=1, iteration_s=100.0, gate_s=99.0, ops=ops[:400]).ops
     assert busy(whole) <= busy(timeline.ops)
     pauses = [b.start_s - a.end_s for a, b in zip(timeline.ops, timeline.ops[1:], strict=False)]
     assert sum(p > 0.09 for p in pauses) == 99, "what is merged lies within a burst"
@@ -117,7 +117,7 @@ def test_thinning_keeps_the_traffic_and_the_long_pauses() -> None:
 
 def test_chunks_of_different_holders_are_not_merged() -> None:
     chunks = [(n * 0.01, n * 0.01 + 0.01, 10, n % 2) for n in range(1000)]
-    found = stats_messages.timeline(version=1, iteration_s=10.0, gate_s=9.0, chunks=chunks).chunks
+    found = stats_messages.build_timeline(version=1, iteration_s=10.0, gate_s=9.0, chunks=chunks).chunks
     assert len(found) == MAX_CHUNKS
     for replica in (0, 1):
         assert sum(c.bytes for c in found if c.replica == replica) == 5000
@@ -125,19 +125,21 @@ def test_chunks_of_different_holders_are_not_merged() -> None:
 
 def test_little_is_not_thinned() -> None:
     ops = [Operation("a", n * 1.0, n + 0.5, 1) for n in range(5)]
-    assert stats_messages.thinned(ops, 5, lambda a, b: a) == tuple(ops)
+    assert stats_messages.merge_neighbours(ops, 5, lambda a, b: a) == tuple(ops)
 
 
 def test_chunks_per_span() -> None:
-    assert stats_messages.chunks_per_span([0, 0, 2, 4], 5) == (2, 0, 1, 0, 1)
-    assert stats_messages.chunks_per_span([], 0) == ()
-    many = stats_messages.chunks_per_span(range(1000), 1000)
+    assert stats_messages.count_chunks_per_span([0, 0, 2, 4], 5) == (2, 0, 1, 0, 1)
+    assert stats_messages.count_chunks_per_span([], 0) == ()
+    many = stats_messages.count_chunks_per_span(range(1000), 1000)
     assert len(many) <= MAX_PER_SPAN and sum(many) == 1000
-    assert stats_messages.chunks_per_span(range(65), 65) == (2,) * 32 + (1,)
+    assert stats_messages.count_chunks_per_span(range(65), 65) == (2,) * 32 + (1,)
 
 
 def test_what_is_not_known_stays_so() -> None:
-    state = stats_messages.traffic(scheme="gemini", transport="gloo", stage="profile", j=2, s=2, overhead=math.nan)
+    state = stats_messages.build_traffic(
+        scheme="gemini", transport="gloo", stage="profile", j=2, s=2, overhead=math.nan
+    )
     assert isinstance(state, TrafficState)
     assert state.iteration_s is None and state.overhead is None and state.repeated == 3 and state.t > 1e9
 
@@ -147,6 +149,6 @@ def test_keys_of_profiles() -> None:
     assert key == stats_messages.profile_key("a model", ("n1", "n2"))
     others = [("a model", ["n2", "n1"]), ("a model", ["n1n2"]), ("a", [" model", "n1", "n2"]), ("a model", ["n1"])]
     assert len({key, *(stats_messages.profile_key(*other) for other in others)}) == 5
-    kept = stats_messages.kept("s", 0, key, b"x" * local.MAX_KEPT_BYTES)
+    kept = stats_messages.build_cache_bytes("s", 0, key, b"x" * local.MAX_KEPT_BYTES)
     assert kept is not None and taken(kept) == kept
-    assert stats_messages.kept("s", 0, key, b"x" * (local.MAX_KEPT_BYTES + 1)) is None
+    assert stats_messages.build_cache_bytes("s", 0, key, b"x" * (local.MAX_KEPT_BYTES + 1)) is None

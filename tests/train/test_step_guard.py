@@ -123,7 +123,7 @@ def test_no_hold_is_wanted() -> None:
 
 def stood_by(scene: Scene) -> float:
     began = scene.now
-    if scene.brake.leaving():
+    if scene.brake.is_leaving():
         scene.brake.stand_by()
     return scene.now - began
 

@@ -26,7 +26,7 @@ class TimedMark:
     def query(self) -> bool:
         return self._device.clock() >= self.at
 
-    def seconds_since(self, earlier: Any) -> float:
+    def count_seconds_since(self, earlier: Any) -> float:
         assert self.query() and earlier.query(), "a time is asked of a mark that has not been reached"
         return float(self.at - earlier.at)
 
@@ -84,13 +84,13 @@ class TimedDevice:
 
     # ---- marks -----------------------------------------------------------------------------------------
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return False
 
-    def grouping(self) -> bool:
+    def is_grouping(self) -> bool:
         return self.grouped
 
-    def here(self) -> TimedMark:
+    def record_mark(self) -> TimedMark:
         self.compute(0.0)
         return TimedMark(self, self._computed)
 

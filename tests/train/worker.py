@@ -224,9 +224,9 @@ def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
     """The training runs ahead of a device, to which its copies and collectives belong."""
     lagging = LaggingDevice(collective_s)
     Compute.work = staticmethod(lagging.compute)
-    streams.of_training = lambda on_device: lambda: lagging
-    host_copy.of_training = lambda device: HostCopies(gpu.device(), lambda tensor: True)
-    pins.of_training = lambda device: gpu.pin
+    streams.choose_streams = lambda on_device: lambda: lagging
+    host_copy.create_copies = lambda device: HostCopies(gpu.device(), lambda tensor: True)
+    pins.choose_pin = lambda device: gpu.pin
 
 
 def stand_still(directory: Path, step: int, rank: int) -> None:

@@ -67,7 +67,7 @@ class CudaEvent:
         with _from_any_thread(self._index):
             return bool(self.event.query())
 
-    def seconds_since(self, earlier: Any) -> float:
+    def count_seconds_since(self, earlier: Any) -> float:
         """Return the seconds from another event to this one; both must have been reached."""
         with _from_any_thread(self._index):
             return float(earlier.event.elapsed_time(self.event)) / 1e3
@@ -131,23 +131,23 @@ class CudaDevice:
     def __init__(self, index: int | None = None) -> None:
         self.index: int = torch.cuda.current_device() if index is None else index
 
-    def stream(self) -> Stream:
+    def create_stream(self) -> Stream:
         """Create a stream on this device."""
         return CudaStream(_cuda.Stream(self.index))
 
-    def current(self) -> Stream:
+    def get_current_stream(self) -> Stream:
         """Return the stream of this device on which the calling thread enqueues."""
         return CudaStream(torch.cuda.current_stream(self.index))
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
+    def allocate_buffer(self, size_bytes: int) -> torch.Tensor:
         """Allocate device memory of `size_bytes` bytes, as uint8."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Return whether the calling thread captures a CUDA graph."""
         return bool(torch.cuda.is_current_stream_capturing())
 
-    def grouping(self) -> bool:
+    def is_grouping(self) -> bool:
         """Return whether the training has an open bracket that gathers operations."""
         return bool(dist.distributed_c10d._world.pg_coalesce_state)
 

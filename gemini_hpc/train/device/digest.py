@@ -103,11 +103,11 @@ class PieceDigests:
         bounds = (placed[0].at, placed[-1].at + placed[-1].tensor.nbytes) if placed else (0, 0)
         pieces = range(-(-bounds[0] // PIECE_BYTES), bounds[1] // PIECE_BYTES)
         self.numbers = tuple(number for number in pieces if number not in left_out)
-        self._together(runs, parts)
+        self._prepare_shared_blocks(runs, parts)
 
-    def _together(self, runs: list[_Run], parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def _prepare_shared_blocks(self, runs: list[_Run], parts: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Reserve memory for blocks of several tensors, and make the kernel's tables."""
-        blocks = sorted({b for at, line in parts for b in _blocks(at, at + line.numel())})
+        blocks = sorted({b for at, line in parts for b in _list_blocks(at, at + line.numel())})
         rows = {block: row for row, block in enumerate(blocks)}
         self._memory = torch.zeros(len(blocks) * BLOCK_BYTES, dtype=torch.uint8, device=self._device)
         self._targets: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # of parts on the device, on the host
@@ -123,11 +123,11 @@ class PieceDigests:
         bases = np.array([run.address - run.first * BLOCK_BYTES for run in every], np.int64)
         numbers = np.array(self.numbers, np.int64)
         first = np.searchsorted(ends, numbers * _BLOCKS, side="right").astype(np.int64)
-        tables = (numbers, first, ends, bases, _table())
+        tables = (numbers, first, ends, bases, _build_table())
         self._tables = [torch.from_numpy(table).to(self._device) for table in tables]
 
     def begin(self) -> torch.Tensor:
-        """Enqueue the digests on the current stream. Return device memory for `digests`, when it has been reached."""
+        """Enqueue the digests on the current stream. Return device memory for `read_digests`, once it is reached."""
         found = torch.empty((len(self.numbers), 2), dtype=torch.int64, device=self._device)
         with torch.no_grad():
             if self._sources[1]:
@@ -138,13 +138,13 @@ class PieceDigests:
                 torch._foreach_copy_(self._targets[0], self._sources[0])
         if self.numbers:
             programs = -(-len(self.numbers) // _PIECES_A_PROGRAM)
-            _kernel()[(programs,)](
+            _load_kernel()[(programs,)](
                 *self._tables, found, len(self.numbers), PIECES=_PIECES_A_PROGRAM, BLOCKS=_BLOCKS, num_warps=_WARPS
             )
         return found
 
 
-def digests(found: torch.Tensor) -> list[bytes]:
+def read_digests(found: torch.Tensor) -> list[bytes]:
     """Return the digests of the pieces `PieceDigests.numbers`, 16 bytes each, from what `begin` has returned."""
     raw = found.cpu().numpy().astype(">i8").tobytes()
     return [raw[at : at + PIECE_DIGEST_BYTES] for at in range(0, len(raw), PIECE_DIGEST_BYTES)]
@@ -160,30 +160,30 @@ def fault(device: torch.device) -> str:
     slot[one:other] = 0
     placed = [Placed(0, slot[:one].to(device)), Placed(other, slot[other:].to(device))]
     try:
-        found = digests(PieceDigests(placed, device).begin())
+        found = read_digests(PieceDigests(placed, device).begin())
     except Exception as error:  # whatever Triton, its compiler or the driver raise
         return f"{type(error).__name__}: {error}"
     right = [xxhash.xxh3_128_digest(piece.numpy()) for piece in slot.view(2, PIECE_BYTES)]
     return "" if found == right else "the device's digests are not those of the processor"
 
 
-def _blocks(start: int, end: int) -> range:
+def _list_blocks(start: int, end: int) -> range:
     return range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
 
 
-def _kernel() -> Any:
+def _load_kernel() -> Any:
     """Return the compiled kernel. Tests replace it.
 
     Raises:
         ImportError: Triton is not installed.
     """
-    from gemini_hpc.train.device.digest_kernel import kernel
+    from gemini_hpc.train.device.digest_kernel import digest_pieces
 
-    return kernel
+    return digest_pieces
 
 
 @cache
-def _table() -> Any:
+def _build_table() -> Any:
     """Return the kernel's keys: of the 16 stripes of a block, and the rows that `digest_kernel` names."""
     keys = [_SECRET[8 * s : 8 * s + 64] for s in range(16)]
     keys += [_SECRET[at : at + 64] for at in (128, 121, 11, 117)]

@@ -16,23 +16,23 @@ SCRAMBLE_KEY, LAST_KEY, LOW_KEY, HIGH_KEY, START, LENGTH = map(tl.constexpr, ran
 
 
 @triton.jit
-def shifted(x, n: tl.constexpr):
+def shift_right(x, n: tl.constexpr):
     """Return signed words shifted to the right, with zeros from the left."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
 @triton.jit
-def folded(acc, keys, KEY: tl.constexpr, COLUMN: tl.constexpr, PIECES: tl.constexpr):
+def fold_half(acc, keys, KEY: tl.constexpr, COLUMN: tl.constexpr, PIECES: tl.constexpr):
     """Return one half of each piece's digest."""
     x = acc ^ tl.load(keys + KEY * 8 + tl.arange(0, 8))[None, :]
     even, odd = tl.split(tl.reshape(x, (PIECES, 4, 2)))
     h = tl.sum((even * odd) ^ tl.umulhi(even, odd), 1) + tl.load(keys + LENGTH * 8 + COLUMN)
-    h = (h ^ shifted(h, 37)) * 0x165667919E3779F9
-    return h ^ shifted(h, 32)
+    h = (h ^ shift_right(h, 37)) * 0x165667919E3779F9
+    return h ^ shift_right(h, 32)
 
 
 @triton.jit
-def kernel(numbers, first, ends, bases, keys, out, count, PIECES: tl.constexpr, BLOCKS: tl.constexpr):
+def digest_pieces(numbers, first, ends, bases, keys, out, count, PIECES: tl.constexpr, BLOCKS: tl.constexpr):
     """Make the digests of `count` pieces, of BLOCKS blocks of 1 KiB each.
 
     Runs are blocks that lie in memory one after the other. A run ends before block `ends`, counted from the slot's
@@ -72,11 +72,11 @@ def kernel(numbers, first, ends, bases, keys, out, count, PIECES: tl.constexpr, 
             if s == 15:  # the last stripe of a piece has a key of its own
                 key = tl.where(b == BLOCKS - 1, LAST_KEY, 15)
             x = word ^ tl.load(keys + key * 8 + lane)[None, :]
-            own += (x & 0xFFFFFFFF) * shifted(x, 32)
+            own += (x & 0xFFFFFFFF) * shift_right(x, 32)
             cross += word
         even, odd = tl.split(tl.reshape(cross, (PIECES, 4, 2)))
         acc += own + tl.reshape(tl.join(odd, even), (PIECES, 8))
         if b != BLOCKS - 1:
-            acc = (acc ^ shifted(acc, 47) ^ tl.load(keys + SCRAMBLE_KEY * 8 + lane)[None, :]) * 0x9E3779B1
-    tl.store(out + row * 2, folded(acc, keys, HIGH_KEY, 1, PIECES), mask=live)
-    tl.store(out + row * 2 + 1, folded(acc, keys, LOW_KEY, 0, PIECES), mask=live)
+            acc = (acc ^ shift_right(acc, 47) ^ tl.load(keys + SCRAMBLE_KEY * 8 + lane)[None, :]) * 0x9E3779B1
+    tl.store(out + row * 2, fold_half(acc, keys, HIGH_KEY, 1, PIECES), mask=live)
+    tl.store(out + row * 2 + 1, fold_half(acc, keys, LOW_KEY, 0, PIECES), mask=live)

@@ -1,7 +1,7 @@
 """CUDA graphs that contain optimizer steps: their optimizers, and callbacks before capture and replay.
 
 A capture runs the training's Python once, optimizer hooks included, and computes nothing. A replay computes and runs
-no Python. So `captured` records an optimizer whose hook fires during a capture. Watchers are called before each
+no Python. So `record_capture` records an optimizer whose hook fires during a capture. Watchers are called before each
 capture and replay.
 
 torch offers no hook for either. Methods of its graph classes are therefore wrapped, once in a process. They stay
@@ -25,10 +25,10 @@ _STEPS = "_gemini_steps"  # an attribute of the graph, not a table here: graph a
 class Watcher(Protocol):
     """A part of a training that is called by the thread that captures or replays a graph."""
 
-    def captures(self) -> None:
+    def on_capture(self) -> None:
         """Prepare for a capture that is about to begin."""
 
-    def replays(self, graph: Any) -> None:
+    def on_replay(self, graph: Any) -> None:
         """Prepare for a replay of a graph that is about to begin."""
 
 
@@ -39,7 +39,7 @@ _wrapped: set[type] = set()
 
 def watch(watcher: Watcher) -> None:
     """Call the watcher before each capture and replay from now on. The watcher is not kept alive."""
-    for kind in _kinds():
+    for kind in _list_kinds():
         if kind not in _wrapped:
             _wrapped.add(kind)
             _wrap(kind)
@@ -51,12 +51,12 @@ def unwatch(watcher: Watcher) -> None:
     _watchers.discard(watcher)
 
 
-def captured(optimizer: torch.optim.Optimizer) -> bool:
+def record_capture(optimizer: torch.optim.Optimizer) -> bool:
     """Record the optimizer if this thread captures a graph. Return whether the thread captures.
 
     During a capture the optimizer's step becomes part of the graph and computes nothing.
     """
-    if not capturing():
+    if not is_capturing():
         return False
     for graph in tuple(_under_way):
         steps = getattr(graph, _STEPS)
@@ -65,7 +65,7 @@ def captured(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def steps_of(graph: Any) -> list[torch.optim.Optimizer] | None:
+def find_optimizers(graph: Any) -> list[torch.optim.Optimizer] | None:
     """Return the optimizers whose steps a graph contains.
 
     Return None for a graph that was captured before anybody watched.
@@ -73,20 +73,20 @@ def steps_of(graph: Any) -> list[torch.optim.Optimizer] | None:
     return getattr(graph, _STEPS, None)
 
 
-def has_steps_of(graph: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def record_optimizers(graph: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Record a graph's optimizers, found another way because the graph was captured before anybody watched."""
     setattr(graph, _STEPS, list(optimizers))
 
 
-def _capturing() -> bool:
+def _is_capturing() -> bool:
     return bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
 
 
 # Returns whether this thread's work becomes part of a graph. Tests replace it.
-capturing: Callable[[], bool] = _capturing
+is_capturing: Callable[[], bool] = _is_capturing
 
 
-def _kinds() -> Iterator[type]:
+def _list_kinds() -> Iterator[type]:
     yield torch.cuda.CUDAGraph
     if hasattr(torch.accelerator, "Graph"):  # not in torch 2.6
         yield torch.accelerator.Graph
@@ -98,7 +98,7 @@ def _wrap(kind: Any) -> None:
     @wraps(begin)
     def capture_begin(graph: Any, *args: Any, **named: Any) -> Any:
         for watcher in tuple(_watchers):
-            watcher.captures()
+            watcher.on_capture()
         result = begin(graph, *args, **named)
         setattr(graph, _STEPS, [])
         _under_way.add(graph)
@@ -110,9 +110,9 @@ def _wrap(kind: Any) -> None:
         return end(graph, *args, **named)
 
     @wraps(replay)
-    def replayed(graph: Any, *args: Any, **named: Any) -> Any:
+    def replay_watched(graph: Any, *args: Any, **named: Any) -> Any:
         for watcher in tuple(_watchers):
-            watcher.replays(graph)
+            watcher.on_replay(graph)
         return replay(graph, *args, **named)
 
-    kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, replayed
+    kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, replay_watched

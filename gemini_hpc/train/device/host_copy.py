@@ -28,12 +28,12 @@ class HostCopies:
             device: The device to copy from.
             holds: Returns whether a tensor is on that device.
         """
-        self._device, self._stream = device, device.stream()
+        self._device, self._stream = device, device.create_stream()
         self.holds = holds
 
     def mark(self) -> Event:
         """Record an event behind all that this thread has launched, at step()."""
-        return self._device.current().record()
+        return self._device.get_current_stream().record()
 
     def bring(self, ready: Event, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Copy from the second of each pair into the first, once the device has reached `ready`.
@@ -49,14 +49,14 @@ class HostCopies:
         """
         self._stream.wait(ready)
         begun = self._stream.record()
-        self._stream.copy_all(piece for into, source in pairs for piece in _pieces(into, source))
+        self._stream.copy_all(piece for into, source in pairs for piece in _cut_pieces(into, source))
         done = self._stream.record()
         while not done.query():
             clock.sleep(_LOOK_S)
-        return done.seconds_since(begun)
+        return done.count_seconds_since(begun)
 
 
-def _pieces(into: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _cut_pieces(into: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if source.nbytes <= PIECE_BYTES or not source.is_contiguous():
         if source.numel():
             yield into, source
@@ -66,9 +66,9 @@ def _pieces(into: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Te
         yield to[at : at + PIECE_BYTES], of[at : at + PIECE_BYTES]
 
 
-def _of_training(device: torch.device | None) -> HostCopies | None:
+def _create_copies(device: torch.device | None) -> HostCopies | None:
     return HostCopies(CudaDevice(device.index), lambda t: t.device == device) if device is not None else None
 
 
 # Makes the copies of a training with state on this device; None where the state is on no device. Tests replace it.
-of_training: Callable[[torch.device | None], HostCopies | None] = _of_training
+create_copies: Callable[[torch.device | None], HostCopies | None] = _create_copies

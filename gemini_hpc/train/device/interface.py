@@ -21,7 +21,7 @@ class Event(Protocol):
     def query(self) -> bool:
         """Return whether the stream has reached the mark. Never block."""
 
-    def seconds_since(self, earlier: Any) -> float:
+    def count_seconds_since(self, earlier: Any) -> float:
         """Return the seconds from another mark to this one; both have been reached."""
 
 
@@ -60,22 +60,22 @@ class Stream(Protocol):
 class Device(Protocol):
     """A GPU of a rank."""
 
-    def stream(self) -> Stream:
+    def create_stream(self) -> Stream:
         """Create a stream."""
 
-    def current(self) -> Stream:
+    def get_current_stream(self) -> Stream:
         """Return the stream on which the training enqueues now, in this thread."""
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
+    def allocate_buffer(self, size_bytes: int) -> torch.Tensor:
         """Allocate device memory of `size_bytes` bytes, as uint8."""
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Return whether the calling thread captures a CUDA graph.
 
         During a capture nothing may be enqueued, recorded or queried.
         """
 
-    def grouping(self) -> bool:
+    def is_grouping(self) -> bool:
         """Return whether the training has an open bracket that gathers operations.
 
         Our operations would become part of the bracket and be launched when it ends.
@@ -99,7 +99,7 @@ class Communicator(Protocol):
             Broken: The communicator can no longer be used.
         """
 
-    def error(self) -> str:
+    def poll_error(self) -> str:
         """Return the error on the device or at another rank; '' without one.
 
         An operation that ended after an error has transferred nothing. The call never blocks and may come from any

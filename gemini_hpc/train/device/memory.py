@@ -26,7 +26,7 @@ class TensorShard(mapped_slots.MappedShard[TensorSlot]):
     ) -> None:
         super().__init__(rank, world, home, total_bytes, fds, TensorSlot, pushed=pushed)
 
-    def of(self, fds: list[int]) -> TensorShard:
+    def map_onto(self, fds: list[int]) -> TensorShard:
         """Return the same shard in other memory."""
         return TensorShard(self.rank, self.world, self.home, self.total_bytes, fds, pushed=self.pushed)
 

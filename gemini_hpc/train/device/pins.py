@@ -66,9 +66,9 @@ class Pins:
         self.release_others(())
 
 
-def _of_training(device: torch.device | None) -> Callable[[torch.Tensor], Pin] | None:
+def _choose_pin(device: torch.device | None) -> Callable[[torch.Tensor], Pin] | None:
     return (lambda memory: cuda.Pinned(memory, device.index)) if device is not None else None
 
 
 # Makes the function that pins slots for copies from this device; None for state on no device. Tests replace it.
-of_training: Callable[[torch.device | None], Callable[[torch.Tensor], Pin] | None] = _of_training
+choose_pin: Callable[[torch.device | None], Callable[[torch.Tensor], Pin] | None] = _choose_pin

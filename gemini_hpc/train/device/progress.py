@@ -31,16 +31,16 @@ class Device(Protocol):
 
     backend: str
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Return whether this thread records a graph. No mark may be made or queried then."""
 
-    def grouping(self) -> bool:
+    def is_grouping(self) -> bool:
         """Return whether the training has an open bracket that gathers operations.
 
         The operations run together when the bracket ends. Until then none of their works can be queried.
         """
 
-    def here(self) -> Event:
+    def record_mark(self) -> Event:
         """Record a mark behind all that this thread has launched on its current stream."""
 
     def end(self, work: Any) -> Event:
@@ -67,9 +67,9 @@ class After:
             self._seen_s = self._clock()
         return self._seen_s is not None and self._clock() >= self._seen_s + self._seconds
 
-    def seconds_since(self, earlier: Any) -> float:
+    def count_seconds_since(self, earlier: Any) -> float:
         """Return the seconds from an earlier mark to this one."""
-        return self._mark.seconds_since(earlier) + self._seconds
+        return self._mark.count_seconds_since(earlier) + self._seconds
 
 
 class Place(NamedTuple):
@@ -138,7 +138,7 @@ class Front:
             self._advance()  # drops the laps that the device has ended, also where nobody polls
             self._laps.append(_Lap(mark))
 
-    def launched(self, begun: Event, ended: Event) -> None:
+    def record_collective(self, begun: Event, ended: Event) -> None:
         """Record a collective of the newest iteration.
 
         Args:
@@ -148,13 +148,13 @@ class Front:
         with self._lock:
             self._laps[-1].ops.append((begun, ended))
 
-    def arrived(self, mark: Event) -> None:
+    def record_arrival(self, mark: Event) -> None:
         """Record that the host has come to the optimizer. Only the first call in an iteration counts."""
         with self._lock:
             if self._laps[-1].arrived is None:
                 self._laps[-1].arrived = mark
 
-    def passed(self, mark: Event) -> None:
+    def record_pass(self, mark: Event) -> None:
         """Record that the host goes on to the optimizer's step."""
         with self._lock:
             self._laps[-1].passed = mark
@@ -167,17 +167,17 @@ class Front:
             self._advance()
             lap, newest = self._laps[0], self._laps[-1]
             behind = len(self._laps) - 1
-            at_gate = newest.arrived is None or newest.at_gate or self._still()
+            at_gate = newest.arrived is None or newest.at_gate or self._is_still()
             return Place(self._number, behind, lap.count, len(self._running), at_gate, lap.passed_at)
 
-    def caught_up(self) -> bool:
+    def has_caught_up(self) -> bool:
         """Return whether the device has reached the host's newest iteration.
 
         Also return true where the device has not moved for so long that waiting for it is useless.
         """
-        return not self.poll_position().behind or self._still()
+        return not self.poll_position().behind or self._is_still()
 
-    def _still(self) -> bool:
+    def _is_still(self) -> bool:
         return self._clock() - self._moved_s > _STILL_S
 
     @property
@@ -190,19 +190,19 @@ class Front:
         """Return when the device's iteration began, as of the last poll."""
         return self._laps[0].begun_s
 
-    def host_s(self, mark: Event) -> float:
+    def time_mark(self, mark: Event) -> float:
         """Return when the device came to a mark that it has reached, on the host's clock."""
         with self._lock:
             self._advance()
-            return self._at(mark, self._clock())
+            return self._time_mark(mark, self._clock())
 
-    def _at(self, mark: Event, now: float) -> float:
+    def _time_mark(self, mark: Event, now: float) -> float:
         """Return when the device came to a mark, on the host's clock.
 
         Marks are seen late, by the time since the last poll, but never before they are reached. A result in the
         future therefore shows that the base mark was seen too late. The base is then moved back.
         """
-        at = self._base_s + mark.seconds_since(self._base)
+        at = self._base_s + mark.count_seconds_since(self._base)
         if at > now:
             self._base_s -= at - now
             at = now
@@ -217,13 +217,13 @@ class Front:
             self._laps[0].begun_s = now
         while True:
             lap = self._laps[0]
-            self._collectives(lap, now)
-            self._gate(lap, now)
+            self._advance_collectives(lap, now)
+            self._advance_gate(lap, now)
             if len(self._laps) < 2 or not self._laps[1].mark.query():
                 return
-            self._next(now)
+            self._advance_iteration(now)
 
-    def _collectives(self, lap: _Lap, now: float) -> None:
+    def _advance_collectives(self, lap: _Lap, now: float) -> None:
         ops = lap.ops
         while lap.count < len(ops) and (lap.count in lap.early or ops[lap.count][0].query()):
             if lap.count not in lap.early:
@@ -238,18 +238,18 @@ class Front:
         left = []
         for mark in self._running:
             if mark.query():
-                self._ended_s, self._moved_s = max(self._ended_s, self._at(mark, now)), now
+                self._ended_s, self._moved_s = max(self._ended_s, self._time_mark(mark, now)), now
             else:
                 left.append(mark)
         self._running = left
 
-    def _gate(self, lap: _Lap, now: float) -> None:
+    def _advance_gate(self, lap: _Lap, now: float) -> None:
         if not lap.at_gate and lap.arrived is not None and lap.arrived.query():
             lap.at_gate, self._moved_s = True, now
         if lap.passed_at is None and lap.at_gate and lap.passed is not None and lap.passed.query():
-            lap.passed_at, self._moved_s = self._at(lap.passed, now), now
+            lap.passed_at, self._moved_s = self._time_mark(lap.passed, now), now
 
-    def _next(self, now: float) -> None:
+    def _advance_iteration(self, now: float) -> None:
         """Go on to the next iteration, which the device has begun."""
         over = self._laps.popleft()
         self._number += 1
@@ -258,7 +258,7 @@ class Front:
         ]
         self.waited_s = 0.0
         if over.arrived is not None and over.passed is not None and over.passed.query():
-            self.waited_s = max(0.0, over.passed.seconds_since(over.arrived))
+            self.waited_s = max(0.0, over.passed.count_seconds_since(over.arrived))
         lap = self._laps[0]
-        lap.begun_s = min(now, self._at(lap.mark, now) + _DRIFT_S)
+        lap.begun_s = min(now, self._time_mark(lap.mark, now) + _DRIFT_S)
         self._base, self._base_s, self._moved_s = lap.mark, lap.begun_s, now

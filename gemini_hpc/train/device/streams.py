@@ -34,15 +34,15 @@ class Streams:
     def __init__(self) -> None:
         self._side: dict[int, Any] = {}
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Return whether the calling thread captures a CUDA graph."""
         return bool(torch.cuda.is_current_stream_capturing())
 
-    def grouping(self) -> bool:
+    def is_grouping(self) -> bool:
         """Return whether the training has an open bracket that gathers operations."""
         return bool(dist.distributed_c10d._world.pg_coalesce_state)
 
-    def here(self) -> Event:
+    def record_mark(self) -> Event:
         """Record an event behind all that this thread has launched on its current stream."""
         return CudaEvent(torch.cuda.current_stream())
 
@@ -53,7 +53,7 @@ class Streams:
             work: A `dist.Work`, or None where the collective runs on the current stream.
         """
         if work is None:
-            return self.here()
+            return self.record_mark()
         future = work.get_future()
         device = torch.cuda.current_device()
         side = self._side.get(device)
@@ -61,13 +61,13 @@ class Streams:
             side = self._side[device] = _cuda.Stream()
         with torch.cuda.stream(side):
             future.wait()
-            return self.here()
+            return self.record_mark()
 
 
-def _of_training(on_device: bool) -> Callable[[], Device] | None:
+def _choose_streams(on_device: bool) -> Callable[[], Device] | None:
     nccl = on_device and dist.is_initialized() and Streams.backend in str(dist.get_backend_config())
     return Streams if nccl else None
 
 
 # Returns the factory of a training's device; None where the training's collectives run on the host. Tests replace it.
-of_training: Callable[[bool], Callable[[], Device] | None] = _of_training
+choose_streams: Callable[[bool], Callable[[], Device] | None] = _choose_streams

@@ -118,7 +118,7 @@ class NcclCommunicator:
         self._library.call("ncclCommGetAsyncError", self._comm, ctypes.byref(state))
         return state.value
 
-    def error(self) -> str:
+    def poll_error(self) -> str:
         """Return the error of the communicator, '' if there is none. Never blocks; thread-safe."""
         if self._aborted:
             return self._aborted

@@ -118,7 +118,7 @@ class Driver:
         )
         self._own = OwnCopy(self._device, self._exchange.copies)
         self.desk = SlotPrefetch(me, client, gate, self.area, joined.platform.pin, self._unpinned)
-        self._zeros = self._device.buffer(TENSOR_ALIGN_BYTES).zero_()
+        self._zeros = self._device.allocate_buffer(TENSOR_ALIGN_BYTES).zero_()
         self._watch: CollectiveMonitor | None = None
         self._active = False
         self._stepped = 0  # version of the newest `step`
@@ -247,7 +247,7 @@ class Driver:
     def _rest(self, carried: Carried) -> None:
         copies = self._exchange.copies
         if self._work and self._work[0].after < 0:  # all at once: this measures the path to host memory
-            copies.wait(self._device.current().record())
+            copies.wait(self._device.get_current_stream().record())
             carried.began = copies.record()
         self._own.gate()
         carried.void = self._capture.moved(carried.job)
@@ -390,7 +390,7 @@ class Driver:
                 return False
             clock.sleep(_LOOK_S)
         if carried.began is not None and carried.began.query():
-            took_s = mark.seconds_since(carried.began)
+            took_s = mark.count_seconds_since(carried.began)
             if took_s > 0:
                 self._rates.append(self.area(self._me.rank)[1] / took_s)
         self.desk.landed(carried.job.version, self._me.rank)

@@ -71,7 +71,7 @@ class OverNccl:
             session.gate,
             pacer,
             session.say,
-            session.lose,
+            session.end_protection,
         )
         return self.driver
 

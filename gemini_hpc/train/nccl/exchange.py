@@ -100,8 +100,8 @@ class Exchange:
     ) -> None:
         self._device, self._communicator, self._rank, self._links = device, communicator, rank, links
         self._progress = progress
-        self._pack, self._network = device.stream(), device.stream()
-        self.copies = device.stream()  # the stream of all copies to host memory
+        self._pack, self._network = device.create_stream(), device.create_stream()
+        self.copies = device.create_stream()  # the stream of all copies to host memory
         self._send_parts = SubBufferRing(device, SEND_PARTS, part_bytes)
         self._receive_parts = SubBufferRing(device, p, part_bytes)
         self.log = LaunchLog()
@@ -152,7 +152,7 @@ class Exchange:
             self._program, self._save = self._next_program, save
             self._sent, self._iteration, self._stepped = 0, 0, False
             self._into, self._packed = {}, None
-            self._pack.wait(self._device.current().record())
+            self._pack.wait(self._device.get_current_stream().record())
             self._catch_up()
 
     def launching(self) -> None:
@@ -163,7 +163,7 @@ class Exchange:
         with self._lock:
             if self._ours is None or self._off():
                 return
-            stream = self._device.current()
+            stream = self._device.get_current_stream()
             if stream.key not in self._behind:
                 self._behind.add(stream.key)
                 self._mark(stream)
@@ -212,10 +212,10 @@ class Exchange:
     # ---- enqueueing ------------------------------------------------------------------------------------
 
     def _off(self) -> bool:
-        return bool(self.problem) or self._device.capturing()
+        return bool(self.problem) or self._device.is_capturing()
 
     def _catch_up(self) -> None:
-        if self._save is not None and self._program is not None and not self._device.grouping():
+        if self._save is not None and self._program is not None and not self._device.is_grouping():
             self._enqueue(self._program.due(Place(self._iteration, self._gated, self._launched)))
 
     def _finish(self) -> None:
@@ -225,7 +225,7 @@ class Exchange:
     def _release(self) -> None:
         """Make the training wait for the packing so far; later packing does not read the tensors."""
         if self._packed is not None and not self._stepped:
-            stream = self._device.current()
+            stream = self._device.get_current_stream()
             self._mark(stream)
             stream.wait(self._packed)
         self._stepped = True
@@ -244,7 +244,7 @@ class Exchange:
             for work in self._recent.values():
                 self._network.wait_work(work)
             self._recent.clear()
-            self._network.wait(self._device.current().record())
+            self._network.wait(self._device.get_current_stream().record())
             while self._sent < until:
                 self._sent += 1
                 self._one(program.chunks[self._sent - 1], len(program.chunks) - self._sent)

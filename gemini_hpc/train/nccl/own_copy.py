@@ -134,7 +134,7 @@ class OwnCopy:
 
         Called in the training's step(), before `Exchange.step`.
         """
-        self._copies.wait(self._device.current().record())
+        self._copies.wait(self._device.get_current_stream().record())
         tensors.stage(self._copies)
         self._version = _Version(tensors, area, work, OwnSlot(area))
         return self._version.slot
@@ -145,7 +145,7 @@ class OwnCopy:
         When the device reaches this collective, the network is busy.
         """
         version = self._version
-        if version is not None and not self._device.capturing():
+        if version is not None and not self._device.is_capturing():
             later = [w.after if w.after >= 0 else number + 1 for w in version.work]
             self._until(version, bisect_right(later, number))
 
@@ -154,17 +154,17 @@ class OwnCopy:
 
         Work that the current stream enqueues from now on waits for the whole copy, on the device.
         """
-        if self._version is None or self._device.capturing():
+        if self._version is None or self._device.is_capturing():
             return
         version, self._version = self._version, None
         self._until(version, len(version.work))
         version.slot.filled = self._copies.record()
-        self._device.current().wait(version.slot.filled)
+        self._device.get_current_stream().wait(version.slot.filled)
 
     def _until(self, version: _Version, until: int) -> None:
         if version.done >= until:
             return
-        self._copies.wait(self._device.current().record())
+        self._copies.wait(self._device.get_current_stream().record())
         for _, offset, size in version.work[version.done : until]:
             for at, part in version.tensors.within(offset, offset + size):
                 self._copies.copy(version.area[at : at + part.numel()], part)

@@ -98,7 +98,7 @@ class CudaPlatform:
         made = NcclCommunicator(self._library, rank, len(links.sizes), cuda.handle)
         try:
             made.connect(unique_id, CONNECT_S)
-            made.warm(device.stream(), *first_messages(device, rank, links), CONNECT_S)
+            made.warm(device.create_stream(), *first_messages(device, rank, links), CONNECT_S)
             torch.cuda.synchronize()
         except BaseException:
             with suppress(Exception):
@@ -113,9 +113,9 @@ class CudaPlatform:
 
 def first_messages(device: Device, rank: int, links: Links) -> tuple[list[Message], list[Message]]:
     """Return the messages to send and to receive that use every link of this rank once."""
-    sends = [Message(peer, device.buffer(1)) for peer in links.targets[rank]]
+    sends = [Message(peer, device.allocate_buffer(1)) for peer in links.targets[rank]]
     replicas = range(len(links.targets[rank]))
-    return sends, [Message(peer, device.buffer(1)) for q in replicas for peer in links.sources(rank, q)]
+    return sends, [Message(peer, device.allocate_buffer(1)) for q in replicas for peer in links.sources(rank, q)]
 
 
 # Called once for each checkpointer that uses NCCL.

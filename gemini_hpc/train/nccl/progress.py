@@ -174,7 +174,9 @@ class Progress:
         """Poll all operations once and report to the listener."""
         now = self._clock()
         done = [operation for operation in tuple(self._running) if operation.done.query()]
-        if self._aborted_at is None and (error := self._communicator.error()):  # after `done`, which may mean broken
+        if self._aborted_at is None and (
+            error := self._communicator.poll_error()
+        ):  # after `done`, which may mean broken
             self.fail(error)
             return self._abort(now)
         for operation in done:
@@ -203,7 +205,7 @@ class Progress:
             self._copying.append((operation, arrival))
         if self._aborted_at is None:
             if operation.arrivals:
-                self._listener.measured(operation.size, operation.done.seconds_since(operation.ready))
+                self._listener.measured(operation.size, operation.done.count_seconds_since(operation.ready))
             if operation.left == 0:
                 self._listener.sent(version, self._open.pop(version))
 

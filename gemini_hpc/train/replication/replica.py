@@ -158,7 +158,7 @@ class Replica:
         if self._shard is shard and self._eager == len(capture.eager_since):
             return bool(self._pieces)
         for slot in shard.slots:
-            known = slot.known()
+            known = slot.read_content()
             if known.digest and known.epoch == self._epoch and known.version > self._since:
                 try:
                     layout, manifest = overlap.directory(slot.bytes)

@@ -41,7 +41,7 @@ class Reserved(TensorShardOwner):
     def landed(self) -> int:
         """Return the newest version that has arrived; 0 for none."""
         shard = self.shard
-        return max(slot.known().version for slot in shard.slots) if shard is not None else 0
+        return max(slot.read_content().version for slot in shard.slots) if shard is not None else 0
 
     def start(self, shard: TensorShard | None) -> None:
         """Keep the slots of `shard`."""

@@ -241,7 +241,7 @@ class CollectiveMonitor:
     def has_caught_up(self) -> bool:
         """Return whether the training's device, if there is one, has reached the newest `mark()`."""
         front = self._front
-        return front is None or front.caught_up()
+        return front is None or front.has_caught_up()
 
     def wait_span(self, after: int, timeout_s: float) -> bool:
         """Wait until `launched` has reached `after` and no operation is in flight.
@@ -351,7 +351,7 @@ class CollectiveMonitor:
         try:
             iteration, event = self._iteration, self._record_event()
             if self._front is not None and event is not None:
-                self._front.arrived(event)
+                self._front.record_arrival(event)
             if iteration.whole and iteration.gate_s is None:
                 if self._flight is not None:
                     self._flight.sweep()
@@ -363,7 +363,7 @@ class CollectiveMonitor:
         """Record that the wait before the optimizer's step is over."""
         try:
             if self._front is not None and (event := self._record_event()) is not None:
-                self._front.passed(event)
+                self._front.record_pass(event)
                 if self._iteration.whole:
                     self._iteration.passed_event = event
         except Exception as error:
@@ -409,7 +409,7 @@ class CollectiveMonitor:
             if self._finished and self._finished[0][1].has_all_times(self._finished[0][2]):
                 number, done, following = self._finished.popleft()
                 self.ago, self.held_s = self._number - number, done.held_s
-                return done.build_trace(following, self.bytes_per_s, self._front.host_s if self._front else None)
+                return done.build_trace(following, self.bytes_per_s, self._front.time_mark if self._front else None)
         except Exception as error:
             self._finished.clear()
             self._note_error(error)
@@ -417,9 +417,9 @@ class CollectiveMonitor:
 
     def _record_event(self) -> Event | None:
         """Return an event behind all launches so far; None where there is no device."""
-        if self._device is None or self._flight is None or self._device.capturing():
+        if self._device is None or self._flight is None or self._device.is_capturing():
             return None
-        return self._device.here()
+        return self._device.record_mark()
 
     def _note_error(self, error: Exception) -> None:
         self._iteration.whole = False
@@ -460,7 +460,7 @@ class CollectiveMonitor:
             tensor = signature.find_tensor(args)
             if tensor is not None and tensor.is_meta:  # a compiler traces the program: nothing was launched
                 return
-            if tensor is not None and tensor.is_cuda and (self._device or Streams()).capturing():
+            if tensor is not None and tensor.is_cuda and (self._device or Streams()).is_capturing():
                 self.captured = True
                 return
             group = self._find_group(args[signature.group_at])
@@ -486,7 +486,7 @@ class CollectiveMonitor:
                 self._iteration.records.append(record)
                 self._record_times(record, backend, begun, ended)
             if self._front is not None and not isinstance(begun, float):
-                self._front.launched(begun, ended or begun)
+                self._front.record_collective(begun, ended or begun)
         if number + 1 >= self._wanted:  # before `InFlight.record_launch`, which may wait for the operation's end
             self._reached.set()
         try:
@@ -521,7 +521,7 @@ class CollectiveMonitor:
             return None
         if not self._runs_it(backend) or not group.on_network:
             return begun  # type: ignore[no-any-return]
-        if not self._device.grouping():
+        if not self._device.is_grouping():
             with suppress(RuntimeError):
                 return self._device.end(work)
         return After(begun, size() / self.bytes_per_s, clock.monotonic)

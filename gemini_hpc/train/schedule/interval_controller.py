@@ -729,7 +729,7 @@ class IntervalController:
     def build_state(self) -> TrafficState:
         """Return the state for the agent."""
         meter, profile, plan, seen = self._planner.meter, self._planner.profile, self._plan, self._overhead
-        return stats_messages.traffic(
+        return stats_messages.build_traffic(
             scheme=self._scheme,
             transport=self.transport,
             stage=self._stage,

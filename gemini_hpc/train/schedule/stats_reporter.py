@@ -60,7 +60,7 @@ class StatsReporter(SummarySender):
 
     def send_event(self, name: str, version: int, why: str) -> None:
         """Send an entry for the job's event log."""
-        self._client.event(name, version, f"rank {self._rank}: {why}")
+        self._client.queue_event(name, version, f"rank {self._rank}: {why}")
 
     def draw(
         self, picture: Pictured | None, profile: Profile | None, plan: schedule.Plan | None, names: dict[int, str]
@@ -73,7 +73,7 @@ class StatsReporter(SummarySender):
         trace = picture.trace
         began = trace.started_s
         waits = [(trace.gate_s, trace.gate_s + picture.waited_s)] if picture.waited_s > 1e-3 else []
-        state = stats_messages.timeline(
+        state = stats_messages.build_timeline(
             version=picture.version,
             iteration_s=trace.length_s,
             gate_s=trace.gate_s,
@@ -91,7 +91,9 @@ class StatsReporter(SummarySender):
 
     def send_profile(self, kept: CachedProfile) -> None:
         """Send the profile to the agent, which keeps it for the next incarnation."""
-        message = stats_messages.kept(self._training_name, self._rank, self._key, msgspec.msgpack.encode(kept))
+        message = stats_messages.build_cache_bytes(
+            self._training_name, self._rank, self._key, msgspec.msgpack.encode(kept)
+        )
         if message is not None:
             self._client.post(message)
 

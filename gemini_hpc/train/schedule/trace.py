@@ -50,7 +50,7 @@ class Iteration:
         """Return the seconds that the device waited at the gate; None where unknown."""
         if self.gate_event is None or self.passed_event is None:
             return None
-        return max(0.0, self.passed_event.seconds_since(self.gate_event))
+        return max(0.0, self.passed_event.count_seconds_since(self.gate_event))
 
     def build_trace(
         self, following: Iteration, bytes_per_s: float, host_s: Callable[[Event], float] | None = None
@@ -71,13 +71,13 @@ class Iteration:
         gate_s = length_s if self.gate_s is None else self.gate_s - started_s
         if on_device:
             assert event is not None and following.event is not None
-            length_s = following.event.seconds_since(event)
-            gate_s = length_s if self.gate_event is None else max(0.0, self.gate_event.seconds_since(event))
+            length_s = following.event.count_seconds_since(event)
+            gate_s = length_s if self.gate_event is None else max(0.0, self.gate_event.count_seconds_since(event))
             started_s = host_s(event) if host_s is not None else started_s
         ops = []
         for record in self.records:
             if record.events is not None:
-                start_s, end_s = (mark.seconds_since(event) for mark in record.events)
+                start_s, end_s = (mark.count_seconds_since(event) for mark in record.events)
             else:
                 start_s, end_s = record.start_s - started_s, record.end_s - started_s
             start_s = min(max(start_s, 0.0), length_s)

@@ -257,7 +257,7 @@ class Capture:
         self._all = [*self._sources, *lifted]  # in the order of the pieces
         devices = (local(leaf.tensor).device for leaf in leaves)
         self.device = next((device for device in devices if device.type == "cuda"), None)
-        self._copies = host_copy.of_training(self.device)
+        self._copies = host_copy.create_copies(self.device)
 
     @property
     def on_device(self) -> bool:
@@ -439,7 +439,7 @@ class Capture:
 
         The copies run on a stream of their own, because the training's streams may be blocked forever.
         """
-        copies = host_copy.of_training(self.device) if job.ready is not None else None
+        copies = host_copy.create_copies(self.device) if job.ready is not None else None
         if copies is not None and job.ready is not None:
             copies.bring(job.ready, pairs)
             return

@@ -94,6 +94,6 @@ class TorchRanks:
             self.rank, self.world = self.group.rank(), self.group.size()
             self.members = dist.get_process_group_ranks(self.group)
 
-    def all(self, data: bytes) -> list[bytes]:
+    def gather_data(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, by rank. The call is collective."""
         return gather_bytes(data, self.group)

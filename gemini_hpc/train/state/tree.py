@@ -711,7 +711,7 @@ def _given(name: str, item: Stateful) -> Any:
     try:
         return item.state_dict()
     except Exception as error:
-        raise NotGivenError(f"state_dict() of {name} has raised {mistake.in_words(error)}") from error
+        raise NotGivenError(f"state_dict() of {name} has raised {mistake.describe_error(error)}") from error
 
 
 def _folded(tensor: torch.Tensor) -> bool:
