@@ -77,7 +77,7 @@ class ModelLink:
         while True:
             while self._under_way and self._under_way[0][0] <= self._now:
                 self._land(*self._under_way.popleft())
-            room = self._grant.room(self._sent, self._sent - self._arrived, self._now)
+            room = self._grant.compute_room(self._sent, self._sent - self._arrived, self._now)
             if room and len(self._under_way) < _UNDER_WAY:
                 self._put(min(room, self._step_bytes))
             elif self._under_way and self._under_way[0][0] <= now:

@@ -13,7 +13,7 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.core.attempts import End, Known
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.wire import local, peer
-from gemini_hpc.wire.ports import master_port
+from gemini_hpc.wire.ports import compute_master_port
 
 MAX_STEPS = 64
 _REASON = 300
@@ -149,7 +149,7 @@ class Launches:
         if not self._spares or here.live is None:
             return None
         master = next(host for host, rank in here.noderanks.items() if rank == 0)
-        port = master_port(self._job, here.restart)
+        port = compute_master_port(self._job, here.restart)
         return local.Place(here.noderanks.get(self._node, -1), here.nodes, master, port)
 
     def lost(self, hosts: Sequence[str], why: str = "lost") -> None:

@@ -16,7 +16,7 @@ from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import LinkClosed, connect_any
-from gemini_hpc.wire.ports import candidates
+from gemini_hpc.wire.ports import list_candidates
 
 ANSWER_S = 2.0
 DIAL_S = 1.0
@@ -47,7 +47,7 @@ async def inventories(
 
 async def _ask(identity: AgentIdentity, mesh: Mesh, host: str, known: int | None) -> peer.InventoryRecord | None:
     settings = identity.settings
-    ports = [known] if known else candidates(settings, identity.job)
+    ports = [known] if known else list_candidates(settings, identity.job)
     try:
         link, _ = await connect_any(settings.address_of(host), ports, lambda: mesh.client(host, "inventory"), DIAL_S)
     except (OSError, HandshakeError):

@@ -149,7 +149,7 @@ def _attach(args: argparse.Namespace, process: int) -> tuple[str, str]:
         node=args.node,
         replicas=args.replicas,
         spares=args.spares,
-        key=keyed.tier_id(keyed.read_key(args.key_file, os.geteuid())),
+        key=keyed.derive_tier_id(keyed.read_key(args.key_file, os.geteuid())),
         cluster=args.cluster,
     )
     deadline = clock.monotonic() + START_S

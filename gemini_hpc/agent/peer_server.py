@@ -22,7 +22,7 @@ from gemini_hpc.wire import inspect_schema, peer
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept
-from gemini_hpc.wire.ports import candidates
+from gemini_hpc.wire.ports import list_candidates
 from gemini_hpc.wire.preauth_limit import PreauthLimit
 
 _MAX_CALLERS = 512
@@ -77,7 +77,7 @@ class PeerServer:
         """
         me = self._identity
         failure: OSError | None = None
-        ports = candidates(me.settings, me.job)
+        ports = list_candidates(me.settings, me.job)
         for port in ports:
             try:
                 return await asyncio.start_server(self._call, me.address or "0.0.0.0", port, backlog=256), port

@@ -24,7 +24,7 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.ports import candidates
+from gemini_hpc.wire.ports import list_candidates
 
 # Part of the prolog's whole wait. The predecessor's epilogs may not have run everywhere when this job begins.
 ASK_PART, MAX_ASK_S = 0.3, 3.0
@@ -131,7 +131,7 @@ class Predecessor:
 
     async def _dial(self, job: int, host: str, port: int, purpose: str) -> Link:
         settings = self._identity.settings
-        ports = [port] if port else candidates(settings, job)
+        ports = [port] if port else list_candidates(settings, job)
         address = settings.address_of(host)
         link, _ = await connect_any(address, ports, lambda: self.build_client(host, purpose, job), DIAL_S, wordy=True)
         return link

@@ -25,7 +25,7 @@ from gemini_hpc.node import map_file
 from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.ports import master_port
+from gemini_hpc.wire.ports import compute_master_port
 from gemini_hpc.wire.stored import Rejection, Tier
 
 # Seconds to look for the tier: while ranks wait, which then ask again; while the prologs wait.
@@ -338,7 +338,7 @@ class RecoveryMember:
             hosts=hosts,
             noderanks=plan.noderanks,
             host=me.node,
-            master_port=master_port(me.job, incarnation.restart),
+            master_port=compute_master_port(me.job, incarnation.restart),
             socket_path=f"{me.directory}/agent.sock",
             agent_port=me.port,
             epoch=plan.epoch,

@@ -150,9 +150,9 @@ class Sessions:
             Rejected: The process may not train.
         """
         me, here = self._identity, self._membership
-        proto = version.common(m.least, m.most)
+        proto = version.find_common(m.least, m.most)
         if not proto:
-            raise RequestRejected(f"the training process speaks {version.mismatch(m.least, m.most)}")
+            raise RequestRejected(f"the training process speaks {version.describe_mismatch(m.least, m.most)}")
         name_fits = NAME.fullmatch(m.training) is not None and self._trainings.may_have(self._training_name(m))
         if not name_fits or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
             raise RequestRejected(

@@ -18,7 +18,7 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
-from gemini_hpc.wire.ports import candidates
+from gemini_hpc.wire.ports import list_candidates
 
 AFTER_S = 0.7  # seconds: prologs of one incarnation do not begin at the same moment
 DIAL_S, ANSWER_S = 1.0, 2.0
@@ -64,7 +64,7 @@ class Wake:
             attach.key,
             attach.cluster,
         )
-        ports = candidates(settings, self._identity.job)
+        ports = list_candidates(settings, self._identity.job)
         try:
             link, _ = await connect_any(
                 settings.address_of(host), ports, lambda: incarnation.mesh.client(host, "wake"), DIAL_S

@@ -156,7 +156,7 @@ def find_job(args: argparse.Namespace) -> tuple[Settings, int]:
     from gemini_hpc.wire import own_key
 
     job = find_raw_id(args.job)
-    return own_key.settings_for(job, args.config), job
+    return own_key.load_settings(job, args.config), job
 
 
 def find_raw_id(text: str) -> int:

@@ -80,7 +80,7 @@ class Allocation:
             hosts = tuple(hostlist.expand(nodelist))
         except ValueError as exc:
             raise OwnAgentsError(f"SLURM_JOB_NODELIST: {exc}") from None
-        cluster = own_key.cluster_name(environ.get("SLURM_CLUSTER_NAME", ""))
+        cluster = own_key.sanitize_cluster_name(environ.get("SLURM_CLUSTER_NAME", ""))
         return cls(
             job, _read_number(environ, "SLURM_RESTART_COUNT"), nodelist, hosts, cluster, _read_memory_bytes(environ)
         )
@@ -125,7 +125,7 @@ class OwnAgents:
                 f"--replicas {replicas}{f' and --spares {spares}' if spares else ''} want {replicas + spares} nodes, "
                 f"and the job has {nodes}"
             )
-        self._key_file = own_key.path(self._job.cluster, self._job.job)
+        self._key_file = own_key.build_path(self._job.cluster, self._job.job)
         self._environ = {k: v for k, v in environ.items() if not k.startswith("SLURM_") or k in _KEPT}
         self._step: subprocess.Popen[bytes] | None = None
         self._said = b""

@@ -90,7 +90,7 @@ def explain_missing_agent() -> str:
 def build_hello(training_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
     """Return the greeting of this process."""
     step, pid = step_name(os.environ), os.getpid()
-    return local.hello(
+    return local.build_hello(
         training=training_name,
         rank=rank,
         world=world,

@@ -64,9 +64,11 @@ def derive_ranks(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     if world == 1:
         return _ALONE
-    base = ports.master_port(number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", "")))
-    port = ports.of_attempt(
-        ports.of_step(base, number(environ.get("SLURM_STEP_ID", ""))), number(environ.get(ATTEMPT_ENV, ""))
+    base = ports.compute_master_port(
+        number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", ""))
+    )
+    port = ports.compute_attempt_port(
+        ports.compute_step_port(base, number(environ.get("SLURM_STEP_ID", ""))), number(environ.get(ATTEMPT_ENV, ""))
     )
     found = (str(value) for value in (rank, world, local_rank, here, _find_first_host(environ), port))
     return {name: value for name, value in zip(NAMES, found, strict=True) if value}

@@ -107,7 +107,7 @@ async def prepare_hold(settings: Settings, raw_id: int, restart: int, node: str,
             dead=dead,
             log_event=say,
             build_target=lambda node: Target.of(
-                settings, node.address, node.port, ports.candidates(settings, raw_id)[:1]
+                settings, node.address, node.port, ports.list_candidates(settings, raw_id)[:1]
             ),
             is_vouched=lambda host: False,
             confirm_s=settings.fence_confirm_s,

@@ -16,7 +16,7 @@ from gemini_hpc import clock
 from gemini_hpc.controller.journal import end_line
 from gemini_hpc.files import replace_file
 from gemini_hpc.wire.inspect_schema import EventRecord
-from gemini_hpc.wire.sanitize import bounded_event
+from gemini_hpc.wire.sanitize import bound_event
 
 log = logging.getLogger("gemini_hpc.controller")
 
@@ -39,9 +39,7 @@ def sanitize_event(event: EventRecord, host: str) -> EventRecord:
     It has the agent's own host name, bounded printable text, and a time near ours.
     """
     now = clock.time()
-    return msgspec.structs.replace(
-        bounded_event(event, host), t=event.t if abs(event.t - now) < _CLOCK_SKEW_S else now
-    )
+    return msgspec.structs.replace(bound_event(event, host), t=event.t if abs(event.t - now) < _CLOCK_SKEW_S else now)
 
 
 def log_bytes(events: Iterable[EventRecord]) -> int:

@@ -24,7 +24,7 @@ from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import tasks
 from gemini_hpc.controller.fencing import Port
-from gemini_hpc.wire.hostname import dialled_beside
+from gemini_hpc.wire.hostname import resolve_in_thread
 
 RESOLVE_TIMEOUT_S = 2.0  # of its own: a slow resolver proves nothing about the host
 CONNECT_TIMEOUT_S = 0.4  # a port that has not accepted or refused by then is silent
@@ -46,7 +46,7 @@ async def _resolve(address: str, port: int) -> list[str]:
         return [str(ip_address(address))]
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-            name = await dialled_beside(address)
+            name = await resolve_in_thread(address)
             found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # OSError includes TimeoutError
         return []

@@ -42,7 +42,7 @@ from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import PENDING, RUNNING, SLURMD_TIMEOUT_S, Job, Node
 from gemini_hpc.wire.inspect_schema import InspectAsk
-from gemini_hpc.wire.ports import candidates as agent_ports
+from gemini_hpc.wire.ports import list_candidates as agent_ports
 
 log = logging.getLogger("gemini_hpc.controller")
 

@@ -39,7 +39,7 @@ from gemini_hpc.slurm.fair_queue import BEHALF, PerUser
 from gemini_hpc.wire import controller, inspect_schema, protocol
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
-from gemini_hpc.wire.hostname import dialled_beside
+from gemini_hpc.wire.hostname import resolve_in_thread
 from gemini_hpc.wire.link import Link, LinkClosed, accept
 from gemini_hpc.wire.preauth_limit import PreauthLimit
 from gemini_hpc.wire.rate_limit import RateLimit
@@ -350,7 +350,7 @@ class Controller:
                     name = (await self.slurm.read_nodes([host]))[host].address
                 if not name:
                     return False
-                found = await asyncio.get_running_loop().getaddrinfo(await dialled_beside(name), None)
+                found = await asyncio.get_running_loop().getaddrinfo(await resolve_in_thread(name), None)
         except (SlurmError, KeyError, OSError, ValueError):
             return False
         return address in {str(entry[4][0]) for entry in found}

@@ -82,10 +82,10 @@ def become_slurm_user(settings: Settings) -> None:
 
 
 def _take_key(settings: Settings, uid: int) -> None:
-    if settings.auth != "key" or credentials.used().name == "key":  # `--daemon` has read it as root
+    if settings.auth != "key" or credentials.get_scheme().name == "key":  # `--daemon` has read it as root
         return
     try:
-        credentials.use(site_key.of_site(settings, uid))
+        credentials.use(site_key.build_site_key(settings, uid))
     except keyed.KeyFileError as exc:
         raise ServiceError(f"{exc}; it must be root's or {settings.slurm_user}'s, and readable here") from None
 

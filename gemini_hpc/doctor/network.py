@@ -18,7 +18,7 @@ from gemini_hpc.doctor.facts import CONTROLLER, HostFacts, sockets
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, worst, wrong
 from gemini_hpc.settings import RDMA_OFF
 from gemini_hpc.wire import credentials, endpoint, hostname, site_key
-from gemini_hpc.wire.frames import FrameError, bare, read_bare
+from gemini_hpc.wire.frames import FrameError, pack_bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Envelope, HandshakeClient, HandshakeError
 
 MASTER_PORTS = (24000, 31999)
@@ -199,7 +199,9 @@ def check_addresses(facts: HostFacts) -> Outcome:
             )
     dialled = s.address_of(name)
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(hostname.dialled(dialled), None, socket.AF_INET)}
+        found = {
+            str(entry[4][0]) for entry in socket.getaddrinfo(hostname.resolve_hostname(dialled), None, socket.AF_INET)
+        }
     except OSError as exc:
         text = f"peers dial {dialled!r}, which has no IPv4 address: {exc.strerror or exc}"
         return wrong(text, "a name that resolves to this host", "peer_address in gemini.toml, or the name service")
@@ -299,8 +301,8 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
     where = f"{host}:{port}"
     try:
         site_key.adopt(settings)
-        with socket.create_connection((hostname.dialled(host), port), timeout=TIMEOUT_S) as sock:
-            sock.sendall(bare(client.greeting(endpoint.dialled(sock))))
+        with socket.create_connection((hostname.resolve_hostname(host), port), timeout=TIMEOUT_S) as sock:
+            sock.sendall(pack_bare(client.build_greeting(endpoint.read_remote(sock))))
             envelope = msgspec.msgpack.decode(read_bare(sock, MAX_HELLO_BYTES), type=Envelope)
         if envelope.refusal:
             raise GreetingError(f"{where} refuses: {envelope.refusal[:200]}")

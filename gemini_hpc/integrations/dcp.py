@@ -117,7 +117,7 @@ class GeminiWriter(StorageWriter):
             raise ValueError("wanted seal_timeout_s > 0 and a name")
         self.version = 0
         self._id = ""
-        self._session = _session(name, seal_timeout_s, Tier.of(tier))
+        self._session = _session(name, seal_timeout_s, Tier.from_argument(tier))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -242,7 +242,7 @@ class GeminiReader(MemoryReader):
         seal_timeout_s: float = 10.0,
         tier: str | Tier = "",
     ) -> None:
-        session = _session(name, seal_timeout_s, Tier.of(tier))
+        session = _session(name, seal_timeout_s, Tier.from_argument(tier))
         shards = session.shards()
         self.version = session.chosen_version
         self.checkpoint_id = ""

@@ -112,7 +112,7 @@ class Launcher:
         env[FAILED_ENV] = f"{self._failed_at:.3f}"
         port = env.get("MASTER_PORT", self._environ.get("MASTER_PORT", ""))
         if port.isascii() and port.isdigit():
-            env["MASTER_PORT"] = str(ports.of_attempt(int(port), self._attempt))
+            env["MASTER_PORT"] = str(ports.compute_attempt_port(int(port), self._attempt))
         return env
 
     def _trains(self) -> bool:

@@ -43,7 +43,9 @@ def place_without_agent(environ: Mapping[str, str]) -> local.Place:
     if not hosts:
         raise ValueError("a job with spares needs Slurm's list of its hosts, and SLURM_JOB_NODELIST is not set")
     nodes, position = max(1, len(hosts) - spares(environ)), number(environ.get("SLURM_NODEID", ""))
-    port = ports.master_port(number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", "")))
+    port = ports.compute_master_port(
+        number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", ""))
+    )
     return local.Place(position if position < nodes else -1, nodes, hosts[0], port)
 
 
@@ -60,5 +62,5 @@ def rank_environment(environ: Mapping[str, str], place: local.Place) -> dict[str
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": place.master,
-        "MASTER_PORT": str(ports.of_step(place.port, number(environ.get("SLURM_STEP_ID", "")))),
+        "MASTER_PORT": str(ports.compute_step_port(place.port, number(environ.get("SLURM_STEP_ID", "")))),
     }

@@ -98,7 +98,7 @@ class Checkpointer:
         self._session = session = RankSession(
             self._words,
             name,
-            Tier.of(tier),
+            Tier.from_argument(tier),
             seal_timeout_s=seal_timeout_s,
             what="program",
             local_rank=int(os.environ.get("SLURM_LOCALID", "0") or "0"),

@@ -36,12 +36,12 @@ class TicketService:
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read one question and answer it by a ticket."""
-        uid = site_key.peer_uid(writer.get_extra_info("socket"))
+        uid = site_key.read_peer_uid(writer.get_extra_info("socket"))
         place = self._callers.enter(str(uid), writer.transport.abort)
         try:
             async with asyncio.timeout(_CALLER_S):
                 (job,) = site_key.ASK.unpack(await reader.readexactly(site_key.ASK.size))
-                ticket = self._key.ticket(uid, job, int(clock.time()) + TICKET_S)
+                ticket = self._key.issue_ticket(uid, job, int(clock.time()) + TICKET_S)
                 writer.write(site_key.TICKET.pack(ticket.uid, ticket.job, ticket.end_s, ticket.key))
                 await writer.drain()
         except (OSError, EOFError, TimeoutError):
@@ -72,7 +72,7 @@ def main() -> int:
             raise ConfigError(f'auth is "{settings.auth}": tickets are for "key"')
         if os.geteuid():
             raise ConfigError("only root can issue tickets")
-        asyncio.run(serve(site_key.of_site(settings, 0), site_key.TICKETS_PATH))
+        asyncio.run(serve(site_key.build_site_key(settings, 0), site_key.TICKETS_PATH))
     except (ConfigError, KeyFileError, OSError) as exc:
         lines.put(sys.stderr, f"gemini-hpc tickets: {exc}\n")
         return 1

@@ -296,10 +296,10 @@ async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, addres
 
     Raises `QueryError`.
     """
-    from gemini_hpc.wire.ports import candidates
+    from gemini_hpc.wire.ports import list_candidates
 
     try:
-        ports = candidates(settings, job)
+        ports = list_candidates(settings, job)
         link, _ = await connect_any(
             address, ports, lambda: _build_client(settings, job, name, uid, "evacuate"), AGENT_TIMEOUT_S
         )
@@ -342,14 +342,14 @@ async def _find_former_nodes(settings: Settings, raw_id: int) -> dict[str, Node]
 
 async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: str, told: Told) -> list[Flushing]:
     """Return an agent's last reports, [] if it did not answer. Raises `QueryError`."""
-    from gemini_hpc.wire.ports import candidates
+    from gemini_hpc.wire.ports import list_candidates
 
     over: list[Flushing] = []
     begun: dict[str, Flushing] = {}
     try:
         link, _ = await connect_any(
             address,
-            candidates(settings, job),
+            list_candidates(settings, job),
             lambda: _build_client(settings, job, name, uid, "flush"),
             AGENT_TIMEOUT_S,
         )
@@ -414,9 +414,9 @@ async def _collect_parts(
 async def _ask_agent(
     settings: Settings, job: int, uid: int, name: str, address: str, question: inspect_schema.InspectAsk
 ) -> inspect_schema.InspectPart | None:
-    from gemini_hpc.wire.ports import candidates
+    from gemini_hpc.wire.ports import list_candidates
 
-    ports = candidates(settings, job)
+    ports = list_candidates(settings, job)
     try:
         async with asyncio.timeout(AGENT_TIMEOUT_S):
             link, _ = await connect_any(

@@ -39,7 +39,7 @@ from gemini_hpc.query.freed import describe_freed_copies
 from gemini_hpc.query.losses import Losses, Slots
 from gemini_hpc.query.stall import Stall, detect_stall
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, LemonRow, TierState
-from gemini_hpc.wire.sanitize import bounded_event
+from gemini_hpc.wire.sanitize import bound_event
 from gemini_hpc.wire.traffic import TrafficState
 
 SCHEMA = 1
@@ -104,7 +104,7 @@ def build_inspect_document(
         "missing": absent,
         "notes": [],
     }
-    log = merge_events([*events, *(bounded_event(e, p.host) for p in parts for e in p.events)])
+    log = merge_events([*events, *(bound_event(e, p.host) for p in parts for e in p.events)])
     if (how := past.derive_end(log, slurm)) is not None:
         document["state"], document["ended"] = past.ENDED, _build_end(how)
         if not parts:  # its agents have ended with the job

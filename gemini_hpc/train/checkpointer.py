@@ -119,7 +119,7 @@ class Checkpointer:
         self._session = session = RankSession(
             ranks,
             name,
-            Tier.of(tier),
+            Tier.from_argument(tier),
             seal_timeout_s=seal_timeout_s,
             hold_s=hold_s,
             parity=True,

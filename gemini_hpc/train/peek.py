@@ -32,7 +32,7 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
     Meetings(ranks, name, lines.write_line).meet("peek()")
     if path:
         local_rank = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0))
-        hello = joining.build_hello(name, rank, world, local_rank, Tier.of(tier))
+        hello = joining.build_hello(name, rank, world, local_rank, Tier.from_argument(tier))
         client = AgentClient(path, lambda welcome, exchange: False, lambda: None)
         try:
             found = client.join_training(hello, lambda waited_s, why: None).chosen_version

@@ -84,7 +84,7 @@ def use(scheme: Scheme) -> Scheme:
     return before
 
 
-def used() -> Scheme:
+def get_scheme() -> Scheme:
     """Return the scheme of this process."""
     return _used
 

@@ -12,21 +12,21 @@ import socket
 from contextlib import suppress
 
 
-def dialled(sock: socket.socket) -> str:
+def read_remote(sock: socket.socket) -> str:
     """Return the remote endpoint of an outgoing connection, or "" if the kernel reports none."""
     with suppress(OSError):
-        return _shown(sock.getpeername())
+        return _format_address(sock.getpeername())
     return ""
 
 
-def listening(sock: socket.socket) -> str:
+def read_local(sock: socket.socket) -> str:
     """Return the local endpoint of an accepted connection, or "" if the kernel reports none."""
     with suppress(OSError):
-        return _shown(sock.getsockname())
+        return _format_address(sock.getsockname())
     return ""
 
 
-def _shown(name: object) -> str:
+def _format_address(name: object) -> str:
     if not isinstance(name, tuple) or len(name) < 2:
         return ""
     address = ipaddress.ip_address(str(name[0]).partition("%")[0])  # drop the scope: its number is local to each host
@@ -35,7 +35,7 @@ def _shown(name: object) -> str:
     return f"[{address}]:{name[1]}" if address.version == 6 else f"{address}:{name[1]}"
 
 
-def mismatch(meant: str, found: str) -> str:
+def find_mismatch(meant: str, found: str) -> str:
     """Return why a connection is refused that was meant for one endpoint and reached another.
 
     Returns "" if both agree, or if an end of an older release reports no endpoint.

@@ -21,12 +21,12 @@ class FrameError(Exception):
     """A frame that is too long, truncated or not authentic; the connection is closed and that is all."""
 
 
-def bare(payload: bytes) -> bytes:
+def pack_bare(payload: bytes) -> bytes:
     """Return a frame without MAC (handshake only)."""
     return _LENGTH.pack(len(payload)) + payload
 
 
-def length_of(head: bytes, limit: int = MAX_FRAME_BYTES) -> int:
+def parse_length(head: bytes, limit: int = MAX_FRAME_BYTES) -> int:
     """Return the length announced by the first 4 bytes.
 
     Raises:
@@ -45,7 +45,7 @@ class Sealer:
         self._key = key
         self._count = 0
 
-    def _mac(self, payload: bytes) -> bytes:
+    def _compute_mac(self, payload: bytes) -> bytes:
         mac = hashlib.blake2b(_COUNTER.pack(self._count), key=self._key, digest_size=MAC_BYTES)
         mac.update(payload)
         self._count += 1
@@ -59,7 +59,7 @@ class Sealer:
         """
         if len(payload) + MAC_BYTES > MAX_FRAME_BYTES:
             raise FrameError(f"message of {len(payload)} bytes is too long for one frame")
-        return _LENGTH.pack(len(payload) + MAC_BYTES) + self._mac(payload) + payload
+        return _LENGTH.pack(len(payload) + MAC_BYTES) + self._compute_mac(payload) + payload
 
     def open(self, body: bytes) -> bytes:
         """Return the payload of a received body (MAC and payload).
@@ -69,7 +69,7 @@ class Sealer:
         """
         if len(body) < MAC_BYTES:
             raise FrameError("frame without MAC")
-        if not hmac.compare_digest(self._mac(body[MAC_BYTES:]), body[:MAC_BYTES]):
+        if not hmac.compare_digest(self._compute_mac(body[MAC_BYTES:]), body[:MAC_BYTES]):
             raise FrameError("frame is not authentic")
         return body[MAC_BYTES:]
 
@@ -92,4 +92,4 @@ def read_exact(sock: socket.socket, n: int) -> bytes:
 
 def read_bare(sock: socket.socket, limit: int) -> bytes:
     """Read one frame without MAC from a blocking socket."""
-    return read_exact(sock, length_of(read_exact(sock, LENGTH_BYTES), limit))
+    return read_exact(sock, parse_length(read_exact(sock, LENGTH_BYTES), limit))

@@ -44,7 +44,7 @@ class Grant(NamedTuple):
     before: float
     rate: float
 
-    def room(self, sent: int, in_flight: int, now: float) -> int:
+    def compute_room(self, sent: int, in_flight: int, now: float) -> int:
         """Return how many bytes may be sent now, so that they arrive in time; 0 if too few to be sent.
 
         Args:
@@ -107,11 +107,11 @@ class GrantReader(_Page):
         until, rate, before = self._get(_UNTIL_AT), self._get(_RATE_AT), self._get(_BEFORE_AT)
         return Grant(min(until, total), before * 1e-9, float(rate))
 
-    def sleeps(self, asleep: bool) -> None:
+    def publish_asleep(self, asleep: bool) -> None:
         """Publish whether the sending thread has to be woken for a grant."""
         self._put(_ASLEEP_AT, asleep)
 
-    def moved(self, sent: int, arrived: int) -> None:
+    def publish_progress(self, sent: int, arrived: int) -> None:
         """Publish how many bytes of the version have been sent, and how many have arrived."""
         self._put(_SENT_AT, sent)
         self._put(_ARRIVED_AT, arrived)
@@ -170,7 +170,7 @@ class GrantWriter(_Page):
         """Return when a byte was last sent or acknowledged (CLOCK_MONOTONIC, seconds); 0: never."""
         return self._get(_MOVED_AT) * 1e-9
 
-    def spells(self) -> list[Spell]:
+    def read_spells(self) -> list[Spell]:
         """Return the spells that were added since the last call, as far as the page still has them."""
         count = self._get(_SPELLS_AT)
         found = []

@@ -116,7 +116,7 @@ _answer = Strict(msgspec.msgpack.Decoder(ServerHello))
 _envelope = Strict(msgspec.msgpack.Decoder(Envelope))
 
 
-def _keys(hello: ClientHello, share: bytes, secret: bytes) -> tuple[bytes, bytes]:
+def _derive_keys(hello: ClientHello, share: bytes, secret: bytes) -> tuple[bytes, bytes]:
     shares = hello.share + share
     key = hashlib.blake2b(shares, key=secret).digest() if secret else shares
 
@@ -139,7 +139,7 @@ def _open(data: bytes) -> Opened:
         raise HandshakeError(str(exc)) from None
 
 
-def refusal(reason: str) -> bytes:
+def encode_refusal(reason: str) -> bytes:
     """Return the plain answer to a rejected client."""
     return msgspec.msgpack.encode(Envelope(refusal=reason))
 
@@ -178,7 +178,7 @@ class HandshakeClient:
         )
         self._server_uid = server_uid
 
-    def greeting(self, dialled: str = "") -> bytes:
+    def build_greeting(self, dialled: str = "") -> bytes:
         """Return the first bytes to send.
 
         Args:
@@ -213,15 +213,15 @@ class HandshakeClient:
             raise HandshakeError("the answer is not to this greeting")
         if answer.job != self._hello.job or answer.host != self._hello.target:
             raise HandshakeError(f"answered by {answer.host} for job {answer.job}")
-        if elsewhere := endpoint.mismatch(self._hello.dialled, answer.listening):
+        if elsewhere := endpoint.find_mismatch(self._hello.dialled, answer.listening):
             raise HandshakeError(elsewhere)
         if self._hello.purpose in ("link", "push") and answer.restart != self._hello.restart:
             raise HandshakeError(f"answered by restart {answer.restart}")
         if self._hello.purpose in ("link", "push") and answer.lost != self._hello.lost:
             raise OtherView(answer.lost)
         if not version.OLDEST <= answer.chosen <= version.CURRENT:
-            raise HandshakeError(version.mismatch(answer.chosen, answer.chosen))
-        outward, inward = _keys(self._hello, answer.share, opened.secret)
+            raise HandshakeError(version.describe_mismatch(answer.chosen, answer.chosen))
+        outward, inward = _derive_keys(self._hello, answer.share, opened.secret)
         return LinkSession(
             send_key=outward,
             receive_key=inward,
@@ -263,7 +263,7 @@ def receive(data: bytes) -> Greeting:
         raise HandshakeError("malformed greeting") from None
     if len(hello.nonce) != 16 or len(hello.share) != 32:
         raise HandshakeError("malformed greeting")
-    return Greeting(hello, opened.uid, version.common(hello.least, hello.most), opened)
+    return Greeting(hello, opened.uid, version.find_common(hello.least, hello.most), opened)
 
 
 def answer(
@@ -284,8 +284,8 @@ def answer(
     """
     hello = greeting.hello
     if not greeting.proto:
-        raise HandshakeError(version.mismatch(hello.least, hello.most))
-    if elsewhere := endpoint.mismatch(hello.dialled, listening):
+        raise HandshakeError(version.describe_mismatch(hello.least, hello.most))
+    if elsewhere := endpoint.find_mismatch(hello.dialled, listening):
         raise HandshakeError(elsewhere)
     reply = ServerHello(
         chosen=greeting.proto,
@@ -304,7 +304,7 @@ def answer(
         )
     except CredentialError as exc:
         raise HandshakeError(str(exc)) from None
-    inward, outward = _keys(hello, reply.share, greeting.opened.secret if greeting.opened else b"")
+    inward, outward = _derive_keys(hello, reply.share, greeting.opened.secret if greeting.opened else b"")
     session = LinkSession(
         send_key=outward,
         receive_key=inward,

@@ -28,7 +28,7 @@ def is_numeric_hostname(name: str) -> bool:
     return True
 
 
-def _words(path: str) -> list[list[str]]:
+def _read_words(path: str) -> list[list[str]]:
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
             return [line.split("#", 1)[0].split() for line in f.read(_MAX_BYTES).splitlines()]
@@ -36,22 +36,22 @@ def _words(path: str) -> list[list[str]]:
         return []
 
 
-def _addresses(name: str) -> list[str]:
+def _find_addresses(name: str) -> list[str]:
     """Return addresses of a name from the hosts file, else from the resolver with each search domain.
 
     A name with a domain appended is no longer read as a number.
     """
-    found = [words[0] for words in _words(HOSTS) if name in words[1:]]
+    found = [words[0] for words in _read_words(HOSTS) if name in words[1:]]
     if found:
         return found
-    domains = [d for words in _words(RESOLV) if words[:1] in (["search"], ["domain"]) for d in words[1:]]
+    domains = [d for words in _read_words(RESOLV) if words[:1] in (["search"], ["domain"]) for d in words[1:]]
     for full in [*(f"{name}.{domain.strip('.')}" for domain in domains), f"{name}."]:
         with suppress(OSError):
             return [str(entry[4][0]) for entry in socket.getaddrinfo(full, None, type=socket.SOCK_STREAM)]
     return []
 
 
-def dialled(name: str) -> str:
+def resolve_hostname(name: str) -> str:
     """Return what to dial for this name: the name itself, or its address if the name is odd.
 
     Raises:
@@ -59,16 +59,16 @@ def dialled(name: str) -> str:
     """
     if not is_numeric_hostname(name):
         return name
-    found = _addresses(name)
+    found = _find_addresses(name)
     if not found:
         raise OSError(f"host {name} has no address in {HOSTS}, nor below the search domains of {RESOLV}")
     return found[0]
 
 
-async def dialled_beside(name: str) -> str:
-    """Return the result of `dialled` without blocking the event loop.
+async def resolve_in_thread(name: str) -> str:
+    """Return the result of `resolve_hostname` without blocking the event loop.
 
     Raises:
         OSError: An odd name has no address.
     """
-    return await asyncio.to_thread(dialled, name) if is_numeric_hostname(name) else name
+    return await asyncio.to_thread(resolve_hostname, name) if is_numeric_hostname(name) else name

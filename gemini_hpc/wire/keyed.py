@@ -51,12 +51,12 @@ def _derive(key: bytes, purpose: bytes, text: bytes = b"") -> bytes:
     return hashlib.blake2b(text, key=key, person=purpose, digest_size=KEY_BYTES).digest()
 
 
-def user_key(site_key: bytes, cluster: str, uid: int) -> bytes:
+def derive_user_key(site_key: bytes, cluster: str, uid: int) -> bytes:
     """Return a user's key on a cluster, by root's key of the site."""
     return _derive(site_key, b"gemini-hpc user", struct.pack(">I", uid) + cluster.encode())
 
 
-def job_key(of_user: bytes, job: int) -> bytes:
+def derive_job_key(of_user: bytes, job: int) -> bytes:
     """Return the key of a user's job, by the user's key.
 
     All incarnations of the job have the same key: the survivors of one must answer the next.
@@ -69,7 +69,7 @@ def fingerprint(key: bytes) -> str:
     return _derive(key, b"gemini-hpc name")[:6].hex()
 
 
-def tier_id(key: bytes) -> str:
+def derive_tier_id(key: bytes) -> str:
     """Return the id by which the tier tells the job with this key from others of its number."""
     return _derive(key, b"gemini-hpc tier")[:8].hex()
 
@@ -170,21 +170,21 @@ class Keyed(ABC):
         self._seen = _Seen()
 
     @abstractmethod
-    def _subject(self, for_uid: int, job: int) -> bytes:
+    def _choose_subject(self, for_uid: int, job: int) -> bytes:
         """Return the name of the key that begins a connection. Raises `CredentialError`."""
 
     @abstractmethod
-    def _key(self, kind: int, job: int, uid: int, end_s: int) -> bytes:
+    def _find_key(self, kind: int, job: int, uid: int, end_s: int) -> bytes:
         """Return the key of this name. Raises `CredentialError` if it is not in reach."""
 
     @abstractmethod
-    def _believes(self, kind: int, uid: int, maker: int) -> bool:
+    def _may_claim(self, kind: int, uid: int, maker: int) -> bool:
         """Return whether a holder of the key of `uid` may call itself `maker`."""
 
     def encode(self, payload: bytes, *, for_uid: int, job: int, answers: Opened | None) -> bytes:
         """Return a credential, under the key of the credential that it answers. Raises `CredentialError`."""
-        subject = answers.subject if answers else self._subject(for_uid, job)
-        key = self._key(*_SUBJECT.unpack(subject))
+        subject = answers.subject if answers else self._choose_subject(for_uid, job)
+        key = self._find_key(*_SUBJECT.unpack(subject))
         head = _HEAD.pack(_MAGIC, subject, self._uid, for_uid, int(clock.time()), os.urandom(16))
         body = head + payload
         if len(body) + _MAC_BYTES > MAX_CREDENTIAL_BYTES:
@@ -198,13 +198,13 @@ class Keyed(ABC):
         body, mac = credential[:-_MAC_BYTES], credential[-_MAC_BYTES:]
         _, subject, maker, for_uid, made_s, _ = _HEAD.unpack_from(body)
         kind, job, uid, end_s = _SUBJECT.unpack(subject)
-        key = self._key(kind, job, uid, end_s)
+        key = self._find_key(kind, job, uid, end_s)
         if not hmac.compare_digest(mac, _derive(key, b"gemini-hpc mac", body)):
             raise CredentialError("key: invalid credential (another key, or changed on its way)")
         now = clock.time()
         if for_uid != self._uid:
             raise CredentialError("key: this credential is for another user")
-        if not self._believes(kind, uid, maker):
+        if not self._may_claim(kind, uid, maker):
             raise CredentialError(f"key: uid {uid}'s key does not speak for uid {maker}")
         if abs(now - made_s) > TTL_S:
             raise CredentialError(f"key: expired credential, or clocks more than {TTL_S} s apart")
@@ -229,17 +229,17 @@ class JobKeys(Keyed):
         self._keys = dict(keys)
         self._own = next(iter(self._keys))
 
-    def _subject(self, for_uid: int, job: int) -> bytes:
+    def _choose_subject(self, for_uid: int, job: int) -> bytes:
         if for_uid != self._uid:
             job = self._own  # the controller knows this agent by its own job
         return _SUBJECT.pack(_JOB, job, self._uid, 0)
 
-    def _key(self, kind: int, job: int, uid: int, end_s: int) -> bytes:
+    def _find_key(self, kind: int, job: int, uid: int, end_s: int) -> bytes:
         if kind != _JOB or job not in self._keys or uid != self._uid:
             raise CredentialError(f"key: not a key of job {self._own} of uid {self._uid}")
-        return _until(self._keys[job], end_s)
+        return _derive_limited_key(self._keys[job], end_s)
 
-    def _believes(self, kind: int, uid: int, maker: int) -> bool:
+    def _may_claim(self, kind: int, uid: int, maker: int) -> bool:
         return True
 
 
@@ -258,23 +258,23 @@ class SiteKey(Keyed):
         super().__init__(uid)
         self._site, self._cluster, self._slurm_uid = key, cluster, slurm_uid
 
-    def _subject(self, for_uid: int, job: int) -> bytes:
+    def _choose_subject(self, for_uid: int, job: int) -> bytes:
         if for_uid in (self._slurm_uid, 0):
             return _SUBJECT.pack(_ROOT, 0, 0, 0)
         return _SUBJECT.pack(_JOB, job, for_uid, 0)
 
-    def _key(self, kind: int, job: int, uid: int, end_s: int) -> bytes:
+    def _find_key(self, kind: int, job: int, uid: int, end_s: int) -> bytes:
         if kind == _ROOT and not uid:
             return _derive(self._site, b"gemini-hpc root", self._cluster.encode())
         if kind not in (_USER, _JOB):
             raise CredentialError("key: malformed credential")
-        key = user_key(self._site, self._cluster, uid)
-        return _until(job_key(key, job) if kind == _JOB else key, end_s)
+        key = derive_user_key(self._site, self._cluster, uid)
+        return _derive_limited_key(derive_job_key(key, job) if kind == _JOB else key, end_s)
 
-    def _believes(self, kind: int, uid: int, maker: int) -> bool:
+    def _may_claim(self, kind: int, uid: int, maker: int) -> bool:
         return kind == _ROOT or maker == uid
 
-    def ticket(self, uid: int, job: int, end_s: int) -> Ticket:
+    def issue_ticket(self, uid: int, job: int, end_s: int) -> Ticket:
         """Return a user's ticket.
 
         Args:
@@ -283,10 +283,10 @@ class SiteKey(Keyed):
             end_s: Unix time of its end.
         """
         kind = _JOB if job else _USER
-        return Ticket(uid, job, end_s, self._key(kind, job, uid, end_s))
+        return Ticket(uid, job, end_s, self._find_key(kind, job, uid, end_s))
 
 
-def _until(key: bytes, end_s: int) -> bytes:
+def _derive_limited_key(key: bytes, end_s: int) -> bytes:
     return _derive(key, b"gemini-hpc until", struct.pack(">Q", end_s)) if end_s else key
 
 
@@ -314,7 +314,7 @@ class Tickets(Keyed):
         super().__init__(uid)
         self._fetch, self._slurm_uid, self._held = fetch, slurm_uid, dict[int, Ticket]()
 
-    def _subject(self, for_uid: int, job: int) -> bytes:
+    def _choose_subject(self, for_uid: int, job: int) -> bytes:
         if for_uid not in (self._uid, self._slurm_uid):
             raise CredentialError("key: a job's agents answer its owner and root; ask the controller")
         at = job if for_uid == self._uid else 0
@@ -323,11 +323,11 @@ class Tickets(Keyed):
             ticket = self._held[at] = self._fetch(at)
         return _SUBJECT.pack(_JOB if at else _USER, at, ticket.uid, ticket.end_s)
 
-    def _key(self, kind: int, job: int, uid: int, end_s: int) -> bytes:
+    def _find_key(self, kind: int, job: int, uid: int, end_s: int) -> bytes:
         ticket = self._held.get(job)
         if ticket is None or (kind, uid, end_s) != (_JOB if job else _USER, ticket.uid, ticket.end_s):
             raise CredentialError("key: not under a ticket of this process")
         return ticket.key
 
-    def _believes(self, kind: int, uid: int, maker: int) -> bool:
+    def _may_claim(self, kind: int, uid: int, maker: int) -> bool:
         return True

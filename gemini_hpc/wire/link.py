@@ -22,8 +22,8 @@ from gemini_hpc.wire.frames import (
     MAX_FRAME_BYTES,
     FrameError,
     Sealer,
-    bare,
-    length_of,
+    pack_bare,
+    parse_length,
     read_bare,
     read_exact,
 )
@@ -41,16 +41,16 @@ _SILENT_S = 0.2  # a port that answers does so within milliseconds
 
 
 @cache
-def _munge_threads() -> ThreadPoolExecutor:
+def _get_munge_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_MUNGE_THREADS, "gemini-munge")
 
 
-async def _beside(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+async def _run_in_pool(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run a call that needs MUNGE in a thread pool of its own.
 
     A munged that hangs then delays handshakes only, never the digests and pulls that share asyncio's threads.
     """
-    return await asyncio.get_running_loop().run_in_executor(_munge_threads(), partial(call, *args, **kwargs))
+    return await asyncio.get_running_loop().run_in_executor(_get_munge_threads(), partial(call, *args, **kwargs))
 
 
 class LinkClosed(Exception):
@@ -94,7 +94,7 @@ class Link:
         """
         try:
             head = await self._reader.readexactly(LENGTH_BYTES)
-            body = await self._reader.readexactly(length_of(head, self.limit_bytes))
+            body = await self._reader.readexactly(parse_length(head, self.limit_bytes))
             message = protocol.decoder.decode(self._in.open(body))
         except (OSError, EOFError, FrameError, msgspec.MsgspecError) as exc:
             self.close()
@@ -176,7 +176,7 @@ class Link:
 
 async def _read_bare(reader: asyncio.StreamReader) -> bytes:
     head = await reader.readexactly(LENGTH_BYTES)
-    return await reader.readexactly(length_of(head, handshake.MAX_HELLO_BYTES))
+    return await reader.readexactly(parse_length(head, handshake.MAX_HELLO_BYTES))
 
 
 async def connect(
@@ -201,16 +201,16 @@ async def connect(
         HandshakeError: The handshake failed.
     """
     async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection(await hostname.dialled_beside(address), port)
+        reader, writer = await asyncio.open_connection(await hostname.resolve_in_thread(address), port)
         if opened is not None:
             opened.set()
         try:
             sock = writer.transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = await _beside(client.greeting, endpoint.dialled(sock))
-            writer.write(bare(greeting))
+            greeting = await _run_in_pool(client.build_greeting, endpoint.read_remote(sock))
+            writer.write(pack_bare(greeting))
             reply = await _read_bare(reader)
-            session = await _beside(client.finish, reply)
+            session = await _run_in_pool(client.finish, reply)
             return Link(reader, writer, session)
         except (EOFError, FrameError) as exc:
             writer.close()
@@ -257,7 +257,7 @@ async def connect_any(
                 if port is not None:
                     newest = asyncio.ensure_future(connect(address, port, client(), 2 * timeout_s, opened))
                     attempts[newest] = port
-                silent = asyncio.ensure_future(_silent(opened))
+                silent = asyncio.ensure_future(_wait_for_silence(opened))
                 try:
                     while attempts:
                         done, _ = await asyncio.wait({*attempts, silent}, return_when=asyncio.FIRST_COMPLETED)
@@ -281,7 +281,7 @@ async def connect_any(
     raise failure
 
 
-async def _silent(opened: asyncio.Event) -> None:
+async def _wait_for_silence(opened: asyncio.Event) -> None:
     await opened.wait()
     await asyncio.sleep(_SILENT_S)
 
@@ -322,19 +322,19 @@ async def accept(
         async with asyncio.timeout(timeout_s):
             sock = writer.transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            here = endpoint.listening(sock)
-            greeting = await _beside(handshake.receive, await _read_bare(reader))
+            here = endpoint.read_local(sock)
+            greeting = await _run_in_pool(handshake.receive, await _read_bare(reader))
             hello = greeting.hello
-            said = admit(greeting) if greeting.proto else version.mismatch(hello.least, hello.most)
+            said = admit(greeting) if greeting.proto else version.describe_mismatch(hello.least, hello.most)
             reason = said if isinstance(said, str) else await said
-            reason = reason or endpoint.mismatch(hello.dialled, here)
+            reason = reason or endpoint.find_mismatch(hello.dialled, here)
             if reason:
-                writer.write(bare(handshake.refusal(reason)))
+                writer.write(pack_bare(handshake.encode_refusal(reason)))
                 await writer.drain()
                 raise HandshakeError(reason)
             answer = partial(handshake.answer, restart=restart(), lost=lost())
-            reply, session = await _beside(answer, greeting, host=host, instance=instance, listening=here)
-            writer.write(bare(reply))
+            reply, session = await _run_in_pool(answer, greeting, host=host, instance=instance, listening=here)
+            writer.write(pack_bare(reply))
             return Link(reader, writer, session)
     except (OSError, EOFError, FrameError, TimeoutError) as exc:
         writer.close()
@@ -374,10 +374,10 @@ class BlockingLink:
             OSError: The connection failed or timed out.
             HandshakeError: The handshake failed.
         """
-        sock = socket.create_connection((hostname.dialled(address), port), timeout=timeout_s)
+        sock = socket.create_connection((hostname.resolve_hostname(address), port), timeout=timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.sendall(bare(client.greeting(endpoint.dialled(sock))))
+            sock.sendall(pack_bare(client.build_greeting(endpoint.read_remote(sock))))
             return cls(sock, client.finish(read_bare(sock, handshake.MAX_HELLO_BYTES)))
         except FrameError as exc:
             sock.close()
@@ -479,7 +479,7 @@ class BlockingLink:
             LinkClosed: The connection ended, or the frame is not authentic or not understood.
         """
         try:
-            body = read_exact(self.sock, length_of(read_exact(self.sock, LENGTH_BYTES)))
+            body = read_exact(self.sock, parse_length(read_exact(self.sock, LENGTH_BYTES)))
             message = protocol.decoder.decode(self._in.open(body))
         except (OSError, FrameError, msgspec.MsgspecError) as exc:
             raise LinkClosed(str(exc)) from None
@@ -510,7 +510,7 @@ class BlockingLink:
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     @staticmethod
-    def ready(links: Sequence[BlockingLink], timeout_s: float) -> list[BlockingLink]:
+    def find_ready(links: Sequence[BlockingLink], timeout_s: float) -> list[BlockingLink]:
         """Return the links where data arrived, or that ended, within `timeout_s` seconds."""
         poll = select.poll()
         found = {link.sock.fileno(): link for link in links}

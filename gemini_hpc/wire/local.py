@@ -784,7 +784,7 @@ reply_decoder: Strict[Reply] = Strict(msgspec.json.Decoder(Reply))
 encode = msgspec.json.Encoder().encode
 
 
-def hello(
+def build_hello(
     *,
     training: str,
     rank: int,

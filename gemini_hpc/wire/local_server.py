@@ -40,7 +40,7 @@ class LocalClient:
             if self._process >= 0:
                 signal.pidfd_send_signal(self._process, number)
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the process that connected still exists, even if its connection has ended."""
         try:
             os.kill(self.pid, 0)

@@ -20,7 +20,7 @@ class MungeError(Exception):
 
 
 @cache
-def _library() -> Any:
+def _load_library() -> Any:
     try:
         lib = ctypes.CDLL("libmunge.so.2")
     except OSError as exc:
@@ -63,7 +63,7 @@ def encode(payload: bytes, *, for_uid: int) -> bytes:
     Raises:
         MungeError: MUNGE issues no credential.
     """
-    lib, libc = _library()
+    lib, libc = _load_library()
     context = ctypes.c_void_p(lib.munge_ctx_create())
     try:
         lib.munge_ctx_set(context, _OPT_TTL, ctypes.c_int(TTL_S))
@@ -91,7 +91,7 @@ def decode(credential: bytes) -> tuple[bytes, int, int]:
     """
     if not credential or len(credential) > MAX_CREDENTIAL_BYTES or b"\0" in credential:
         raise MungeError("malformed credential")
-    lib, libc = _library()
+    lib, libc = _load_library()
     payload, length = ctypes.c_void_p(), ctypes.c_int()
     uid, gid = ctypes.c_uint32(), ctypes.c_uint32()
     context, made = ctypes.c_void_p(lib.munge_ctx_create()), ctypes.c_long()
@@ -110,6 +110,6 @@ def decode(credential: bytes) -> tuple[bytes, int, int]:
             libc.free(payload)
 
 
-def my_uid() -> int:
+def get_uid() -> int:
     """Return the uid that credentials of this process carry."""
     return os.geteuid()

@@ -17,17 +17,17 @@ _DIRECTORY = "~/.gemini-hpc/jobs"
 _CLUSTER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 
 
-def path(cluster: str, job: int) -> str:
+def build_path(cluster: str, job: int) -> str:
     """Return the path of a job's key file.
 
     Args:
         cluster: Slurm's name of the cluster, since clusters may share homes; one that is not fit counts as none.
         job: The job's id.
     """
-    return f"{os.path.expanduser(_DIRECTORY)}/{cluster_name(cluster)}.{job}"
+    return f"{os.path.expanduser(_DIRECTORY)}/{sanitize_cluster_name(cluster)}.{job}"
 
 
-def cluster_name(text: str) -> str:
+def sanitize_cluster_name(text: str) -> str:
     """Return Slurm's name of the cluster as file names and the tier have it."""
     return text if _CLUSTER.fullmatch(text) else UNNAMED
 
@@ -75,7 +75,7 @@ def adopt(job: int, key: bytes) -> None:
     credentials.use(keyed.JobKeys({job: key}, os.geteuid()))
 
 
-def settings_for(job: int, config: str) -> Settings:
+def load_settings(job: int, config: str) -> Settings:
     """Return the settings by which a job's agents are asked. If it has its own agents, its key is adopted.
 
     Args:

@@ -291,7 +291,7 @@ class Takeover(msgspec.Struct, frozen=True):
     stamps: dict[TrainingName, Stamp] = msgspec.field(default_factory=dict)
     lost: Reason = ""
 
-    def origin(self, name: str, stamp: Stamp) -> Stamp | None:
+    def find_origin(self, name: str, stamp: Stamp) -> Stamp | None:
         """Return the predecessor's stamp for this version of a training, or None if not taken over."""
         theirs = self.stamps.get(name)
         return theirs if theirs is not None and recovery_plan.inherited(theirs) == stamp else None

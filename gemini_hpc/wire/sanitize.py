@@ -22,7 +22,7 @@ def sanitize(said: Any) -> Any:
     return [sanitize(item) for item in said] if isinstance(said, list) else said
 
 
-def bounded_event(event: EventRecord, host: str) -> EventRecord:
+def bound_event(event: EventRecord, host: str) -> EventRecord:
     """Return an agent's event with the given host name and bounded, printable text.
 
     The event's time is not checked.
@@ -34,9 +34,9 @@ def bounded_event(event: EventRecord, host: str) -> EventRecord:
         host=host,
         restart=max(0, event.restart),
         version=max(0, event.version),
-        detail=_plain(event.detail, MAX_DETAIL),
+        detail=_sanitize_text(event.detail, MAX_DETAIL),
     )
 
 
-def _plain(text: str, limit: int) -> str:
+def _sanitize_text(text: str, limit: int) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[:limit])[:limit]

@@ -31,7 +31,7 @@ def read(settings: Settings) -> bytes:
     return keyed.read_key(KEY_PATH, 0, *settings.slurm_uids())
 
 
-def of_site(settings: Settings, uid: int) -> keyed.SiteKey:
+def build_site_key(settings: Settings, uid: int) -> keyed.SiteKey:
     """Return the scheme of the controller and of root's programs.
 
     Args:
@@ -47,13 +47,13 @@ def of_site(settings: Settings, uid: int) -> keyed.SiteKey:
 
 def adopt(settings: Settings) -> None:
     """Choose this process's scheme by the settings, for commands of root and users; once is enough."""
-    if settings.auth != "key" or credentials.used().name == "key":
+    if settings.auth != "key" or credentials.get_scheme().name == "key":
         return
     uid = os.geteuid()
     try:
         slurm_uid = settings.slurm_uid()
         if uid == 0 or (uid == slurm_uid and os.access(KEY_PATH, os.R_OK)):
-            credentials.use(of_site(settings, uid))
+            credentials.use(build_site_key(settings, uid))
         else:
             credentials.use(keyed.Tickets(fetch, slurm_uid, uid))
     except (keyed.KeyFileError, ConfigError) as exc:
@@ -62,8 +62,8 @@ def adopt(settings: Settings) -> None:
 
 def pack(settings: Settings, uid: int, jobs: Collection[int]) -> bytes:
     """Return the keys of a user's jobs for an agent, its own job's first. Raises `KeyFileError`."""
-    of_user = keyed.user_key(read(settings), settings.cluster_name, uid)
-    return b"".join(pack_key(job, keyed.job_key(of_user, job)) for job in jobs)
+    of_user = keyed.derive_user_key(read(settings), settings.cluster_name, uid)
+    return b"".join(pack_key(job, keyed.derive_job_key(of_user, job)) for job in jobs)
 
 
 def pack_key(job: int, key: bytes) -> bytes:
@@ -91,7 +91,7 @@ def choose_scheme(fd: int, uid: int) -> None:
     credentials.use(keyed.JobKeys(dict(_KEY.iter_unpack(packed)), uid))
 
 
-def peer_uid(sock: socket.socket) -> int:
+def read_peer_uid(sock: socket.socket) -> int:
     """Return the uid of the process at the other end of a Unix socket."""
     return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
 
@@ -108,7 +108,7 @@ def fetch(job: int) -> keyed.Ticket:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(_FETCH_S), 0))
             sock.connect(TICKETS_PATH)
             sock.settimeout(_FETCH_S)
-            if (other := peer_uid(sock)) != 0:
+            if (other := read_peer_uid(sock)) != 0:
                 raise CredentialError(f"key: uid {other} listens at {TICKETS_PATH}, wanted root")
             sock.sendall(ASK.pack(job))
             packed = b""

@@ -52,7 +52,7 @@ class Tier(msgspec.Struct, frozen=True):
             raise ValueError("a tier has an interval_s, but no directory")
 
     @classmethod
-    def of(cls, tier: str | Tier) -> Tier:
+    def from_argument(cls, tier: str | Tier) -> Tier:
         """Return a tier from a user's argument: a directory alone, or a `Tier`.
 
         Raises:

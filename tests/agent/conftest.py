@@ -81,7 +81,7 @@ class Trainer:
         self.name, self.size, self.version = name, size, 0
         self.caller = Caller(agent.socket)
         welcome, fds = self.caller.ask_fds(
-            local.hello(training=name, rank=0, world=1, local_rank=0, step=STEP, pid=os.getpid())
+            local.build_hello(training=name, rank=0, world=1, local_rank=0, step=STEP, pid=os.getpid())
         )
         assert isinstance(welcome, local.Welcome), welcome
         self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)

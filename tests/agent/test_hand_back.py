@@ -20,7 +20,7 @@ def joined(agent: AgentProcess, rank: int, *, rejoin: bool) -> tuple[Caller, Con
     """A rank of two that has said hello."""
     caller = agent.caller()
     welcome, fds = caller.ask_fds(
-        local.hello(
+        local.build_hello(
             training="default", rank=rank, world=2, local_rank=rank, step=STEP, pid=os.getpid(), rejoin=rejoin
         )
     )

@@ -43,7 +43,7 @@ class Rank:
         self.rank, self.home, self.shift = rank, (rank + shift) % self.world, shift
         self.node = job.nodes[self.home]
         self.caller = Caller(Path(self.node.path))
-        greeting = local.hello(
+        greeting = local.build_hello(
             training="default", rank=rank, world=self.world, local_rank=0, step=step, pid=os.getpid()
         )
         welcome, fds = self.caller.ask_fds(greeting)
@@ -134,7 +134,7 @@ class Rank:
         self.channels.clear()
         self.caller.close()
         self.caller = Caller(Path(self.node.path))
-        greeting = local.hello(
+        greeting = local.build_hello(
             training="default",
             rank=self.rank,
             world=self.world,

@@ -88,7 +88,7 @@ def test_all_bytes_arrive_and_all_are_acknowledged(
         sending.send(slot, start, end - start)
     total = 0
     while total < USED:
-        for link in sending.lead.ready(sending.links, 5.0):
+        for link in sending.lead.find_ready(sending.links, 5.0):
             total = sending.record_acknowledged(link, link.receive(peer.PushAck).arrived)
     sending.close()
     for thread in threads:

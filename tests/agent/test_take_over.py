@@ -113,8 +113,10 @@ def test_the_tier_where_it_is_newer() -> None:
     newer = taken(PredecessorState(17, left().records, (manifest(Stamp(131, 2)),)))
     (found,) = newer.trainings
     assert found.stored and found.chosen == found.sealed == Stamp(0, 2) and newer.takeover is not None
-    assert newer.takeover.origin("default", Stamp(0, 2)) == Stamp(131, 2)
-    assert newer.takeover.origin("default", Stamp(0, 3)) is newer.takeover.origin("other", Stamp(0, 2)) is None
+    assert newer.takeover.find_origin("default", Stamp(0, 2)) == Stamp(131, 2)
+    assert (
+        newer.takeover.find_origin("default", Stamp(0, 3)) is newer.takeover.find_origin("other", Stamp(0, 2)) is None
+    )
     assert {order.sources for order in newer.pulls} == {(peer.TIER,)} and len(newer.pulls) == 3
 
 

@@ -84,6 +84,6 @@ def test_the_sites_directory_is_the_users() -> None:
 )
 def test_what_cannot_be_is_told(directory: str, interval_s: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Tier.of(Tier(directory, interval_s))
-    assert Tier.of(Tier("/a b/c", 1.4)) == Tier("/a b/c", 1) and Tier.of("/a") == Tier("/a")
-    assert Tier.of(Tier("/a", "auto")) == Tier("/a", "auto")
+        Tier.from_argument(Tier(directory, interval_s))
+    assert Tier.from_argument(Tier("/a b/c", 1.4)) == Tier("/a b/c", 1) and Tier.from_argument("/a") == Tier("/a")
+    assert Tier.from_argument(Tier("/a", "auto")) == Tier("/a", "auto")

@@ -235,15 +235,15 @@ def test_a_job_without_a_limit_has_its_part_of_the_node() -> None:
 def test_a_commands_key_is_that_of_the_job(home: Path) -> None:
     """`inspect` and the others find it by the job's number, on clusters of any name."""
     assert own_key.find(77) is None
-    old, new = own_key.path("a.b", 77), own_key.path("tiny", 77)
+    old, new = own_key.build_path("a.b", 77), own_key.build_path("tiny", 77)
     made = [own_key.make(old), own_key.make(new)]
     os.utime(old, (1, 1))
     assert own_key.find(77) == made[1] and own_key.find(7) is None
     Path(new).chmod(0o640)
     with pytest.raises(keyed.KeyFileError, match="wanted mode 0600"):
         own_key.find(77)
-    assert own_key.path("../x", 7).endswith("/cluster.7")
-    assert keyed.tier_id(made[0]) != keyed.tier_id(made[1])
+    assert own_key.build_path("../x", 7).endswith("/cluster.7")
+    assert keyed.derive_tier_id(made[0]) != keyed.derive_tier_id(made[1])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import controller, inspect_schema, peer
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept, connect
-from gemini_hpc.wire.ports import candidates
+from gemini_hpc.wire.ports import list_candidates
 
 BEAT_S, SILENCE_S = 0.15, 0.6
 SETTINGS = load()
@@ -49,7 +49,7 @@ def part(request: int) -> inspect_schema.InspectPart:
         noderanks={h: k for k, h in enumerate(HOSTS)},
         address=HOST,
         interface="eth0",
-        port=candidates(SETTINGS, JOB)[0],
+        port=list_candidates(SETTINGS, JOB)[0],
         memory_bytes=16384,
         memory_cap_bytes=1 << 20,
         trainings=(inspect_schema.TrainingState("default", len(HOSTS), Stamp(1, 7), "protected", (i,)),),
@@ -68,7 +68,7 @@ def say(*words: object) -> None:
 async def peer_answers(host: str) -> bool:
     try:
         async with asyncio.timeout(SILENCE_S / 2):
-            _, writer = await asyncio.open_connection(host, candidates(SETTINGS, JOB)[0])
+            _, writer = await asyncio.open_connection(host, list_candidates(SETTINGS, JOB)[0])
     except (OSError, TimeoutError):
         return False
     writer.close()
@@ -145,7 +145,7 @@ async def reached() -> Link:
         for host in SETTINGS.controller_hosts():
             with suppress(OSError, HandshakeError, TimeoutError):
                 link = await dial(host)
-                port = candidates(SETTINGS, JOB)[0]
+                port = list_candidates(SETTINGS, JOB)[0]
                 link.send(controller.Registration(JOB, RESTART, HOST, HOSTS, 2, port, INSTANCE, "protected"))
                 event = inspect_schema.EventRecord(time.time(), "attached", "elsewhere", RESTART, 0, "fake\x1b[2J")
                 link.send(controller.EventsUp(JOB, (event,)))
@@ -156,7 +156,7 @@ async def reached() -> Link:
 
 async def main() -> None:
     if MODE != "deaf":
-        await asyncio.start_server(serve, port=candidates(SETTINGS, JOB)[0])
+        await asyncio.start_server(serve, port=list_candidates(SETTINGS, JOB)[0])
     say("ready")
     while True:
         link = await reached()

@@ -130,7 +130,7 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(ask, "flush", lambda settings, raw_id, report: told.saved)
     monkeypatch.setattr(Slurm, "read_job", job)
     monkeypatch.setattr(Slurm, "requeue_job", again)
-    monkeypatch.setattr(own_key, "settings_for", lambda raw_id, path: None)
+    monkeypatch.setattr(own_key, "load_settings", lambda raw_id, path: None)
     return told
 
 

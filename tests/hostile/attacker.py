@@ -19,7 +19,7 @@ import msgspec
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import controller, handshake, inspect_schema, munge, peer, protocol
-from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer, bare, read_bare, read_exact
+from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer, pack_bare, read_bare, read_exact
 from gemini_hpc.wire.handshake import Envelope, HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect
 from gemini_hpc.wire.message import Message
@@ -30,7 +30,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def envelope(credential: bytes) -> bytes:
-    return bare(msgspec.msgpack.encode(Envelope(credential=credential)))
+    return pack_bare(msgspec.msgpack.encode(Envelope(credential=credential)))
 
 
 # ---- noise ---------------------------------------------------------------------------------------------
@@ -75,11 +75,11 @@ NOISE: dict[str, Callable[[Streams], Awaitable[float]]] = {
     "truncated": _sends(struct.pack(">I", 100) + bytes(10), end=True),
     "huge length": _sends(b"\xff" * 4 + bytes(100)),
     "just too long": _sends(struct.pack(">I", handshake.MAX_HELLO_BYTES + 1)),
-    "empty frame": _sends(bare(b"")),
-    "nested": _sends(bare(b"\x81\xa1x" + b"\x91" * 16000)),
-    "huge array": _sends(bare(b"\x81\xaacredential\xdd\xff\xff\xff\xff")),
-    "not utf-8": _sends(bare(b"\x81\xa7refusal\xa2\xff\xfe")),
-    "wrong type": _sends(bare(msgspec.msgpack.encode({"credential": 7}))),
+    "empty frame": _sends(pack_bare(b"")),
+    "nested": _sends(pack_bare(b"\x81\xa1x" + b"\x91" * 16000)),
+    "huge array": _sends(pack_bare(b"\x81\xaacredential\xdd\xff\xff\xff\xff")),
+    "not utf-8": _sends(pack_bare(b"\x81\xa7refusal\xa2\xff\xfe")),
+    "wrong type": _sends(pack_bare(msgspec.msgpack.encode({"credential": 7}))),
     "no credential": _sends(envelope(b"")),
     "bad credential": _sends(envelope(b"MUNGE:AwQFAAAA:")),
     "megabytes": _sends(bytes(8 << 20)),
@@ -130,12 +130,12 @@ def call(a: Args) -> Args:
 
 def greeting(a: Args) -> Args:
     """A good greeting, not sent; for another to steal."""
-    return {"hex": _client(a).greeting().hex()}
+    return {"hex": _client(a).build_greeting().hex()}
 
 
 def _send_greeting(a: Args, data: bytes) -> str:
     with socket.create_connection((a["host"], a["port"]), timeout=LIMIT_S) as sock:
-        sock.sendall(bare(data))
+        sock.sendall(pack_bare(data))
         try:
             answer = msgspec.msgpack.decode(read_bare(sock, 1 << 16), type=Envelope)
         except FrameError:
@@ -189,7 +189,7 @@ class Session:
     def __init__(self, a: Args) -> None:
         client = _client(a)
         self.sock = socket.create_connection((a["host"], a["port"]), timeout=LIMIT_S)
-        self.sock.sendall(bare(client.greeting()))
+        self.sock.sendall(pack_bare(client.build_greeting()))
         session = client.finish(read_bare(self.sock, 1 << 16))
         self.out, self.inward = Sealer(session.send_key), Sealer(session.receive_key)
         kind = a["ask"]
@@ -224,7 +224,7 @@ def sessions(a: Args) -> Args:
         return bytes(frame)
 
     def without_mac(s: Session) -> bytes:
-        return bare(s.ask)
+        return pack_bare(s.ask)
 
     def reordered(s: Session) -> bytes:
         s.out.seal(s.ask)

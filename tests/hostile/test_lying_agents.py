@@ -12,7 +12,7 @@ import pytest
 from waiting import until
 
 from gemini_hpc.config import Settings
-from gemini_hpc.wire.ports import candidates
+from gemini_hpc.wire.ports import list_candidates
 
 from .conftest import PYTHON, Site, Steady
 
@@ -173,7 +173,7 @@ def test_another_user_behind_the_first_ports_of_a_job(site: Site) -> None:
     script = '#!/bin/sh\nsrun sh -c "echo socket=$GEMINI_SOCKET"\n'
     options = ["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", "--hold", f"--output={out}"]
     job = site.cluster.sbatch(options, script=script)
-    ports = candidates(Settings(), job)[:3]
+    ports = list_candidates(Settings(), job)[:3]
     argv = [PYTHON, "-I", str(site.script), "squat", json.dumps({"ports": ports, "seconds": 40})]
     squatters = [site.cluster.popen(argv, user="bob", node=node) for node in site.cluster.node_names]
     try:
@@ -193,7 +193,7 @@ def test_another_user_between_the_agents_of_a_job(site: Site) -> None:
     script = '#!/bin/sh\nsrun sh -c "echo socket=$GEMINI_SOCKET"\nsleep 4\n'
     options = ["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", "--hold", f"--output={out}"]
     job = site.cluster.sbatch(options, script=script)
-    ports = candidates(Settings(), job)
+    ports = list_candidates(Settings(), job)
     how = {"ports": ports[:3], "to": ports[3], "seconds": 60, "handshake_bytes": 2500}
     argv = [PYTHON, "-I", str(site.script), "relay", json.dumps(how)]
     relays = [site.cluster.popen(argv, user="bob", node=node) for node in site.cluster.node_names]

@@ -9,7 +9,7 @@ import pytest
 
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.program import Program, get, imported
-from gemini_hpc.wire.ports import of_attempt
+from gemini_hpc.wire.ports import compute_attempt_port
 
 SCRIPT = """
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_mistakes_are_told_without_a_traceback(tmp_path: Path) -> None:
 
 def test_each_attempt_has_a_port_of_its_own() -> None:
     for first in (1024, 24000, 31999, 65535):
-        ports = [of_attempt(first, attempt) for attempt in range(1000)]
+        ports = [compute_attempt_port(first, attempt) for attempt in range(1000)]
         assert ports[0] == first and len(set(ports)) == 1000 and all(1024 <= port < 65536 for port in ports)
 
 

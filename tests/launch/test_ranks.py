@@ -131,7 +131,11 @@ def test_twice_is_once(start: pytest.MonkeyPatch) -> None:
 
 
 def test_the_ranks_of_another_attempt_meet_elsewhere() -> None:
-    assert derive_ranks(STEP | {"GEMINI_ATTEMPT": "1"})["MASTER_PORT"] == str(ports.of_attempt(29778, 1)) != "29778"
+    assert (
+        derive_ranks(STEP | {"GEMINI_ATTEMPT": "1"})["MASTER_PORT"]
+        == str(ports.compute_attempt_port(29778, 1))
+        != "29778"
+    )
 
 
 def test_with_an_arbitrary_distribution_nobody_knows_the_host_of_task_0() -> None:
@@ -172,11 +176,15 @@ def test_the_plugin_computes_the_same_ports() -> None:
     base, blocks, spread = (int(re.search(rf"{n} = ([0-9]+)", header)[1]) for n in ("BASE", "BLOCKS", "SPREAD"))  # type: ignore[index]
     assert "((uint64_t)job * 7 + restart) % PORTS_BLOCKS * PORTS_SPREAD" in header
     for job, restart, step in ((1, 0, 0), (123, 0, 18), (4294967295, 4294967295, 4294967280)):
-        port = ports.of_step(ports.master_port(job, restart), step)
+        port = ports.compute_step_port(ports.compute_master_port(job, restart), step)
         assert port == base + (job * 7 + restart) % blocks * spread + step % spread
         assert 24000 <= port < 32000
 
 
 def test_jobs_in_a_row_and_steps_in_a_row_have_ports_of_their_own() -> None:
-    found = {ports.of_step(ports.master_port(job, 0), step) for job in range(9000, 9500) for step in range(16)}
+    found = {
+        ports.compute_step_port(ports.compute_master_port(job, 0), step)
+        for job in range(9000, 9500)
+        for step in range(16)
+    }
     assert len(found) == 500 * 16

@@ -201,7 +201,7 @@ class Rank:
     # ---- with the agent --------------------------------------------------------------------------------
 
     def _hello(self, *, rejoin: bool) -> local.Hello:
-        return local.hello(
+        return local.build_hello(
             training=SET,
             rank=self.rank,
             world=self.size,

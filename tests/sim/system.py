@@ -30,7 +30,7 @@ from gemini_hpc.agent.transfer import pull, push_sender, rdma, stripes, threads
 from gemini_hpc.client import seal_wait
 from gemini_hpc.core.digest import Pieces
 from gemini_hpc.wire import link, local, munge
-from gemini_hpc.wire.frames import bare, read_bare
+from gemini_hpc.wire.frames import pack_bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES
 
 from . import kernel
@@ -145,7 +145,7 @@ class BlockingLink(link.BlockingLink):
         return bool(self.sock.readable(timeout_s))
 
     @staticmethod
-    def ready(links: Sequence[link.BlockingLink], timeout_s: float) -> list[link.BlockingLink]:
+    def find_ready(links: Sequence[link.BlockingLink], timeout_s: float) -> list[link.BlockingLink]:
         def readable() -> list[link.BlockingLink]:
             return [one for one in links if one.wait(0)]
 
@@ -175,7 +175,7 @@ async def _block(me: link.Link, message: Any = None) -> link.BlockingLink:
 def _connect(address: str, port: int, client: Any, timeout_s: float = link.HANDSHAKE_TIMEOUT_S) -> link.BlockingLink:
     sock: Any = world().network.dial(address, port, timeout_s)
     try:
-        sock.sendall(bare(client.greeting(link.endpoint.dialled(sock))))
+        sock.sendall(pack_bare(client.build_greeting(link.endpoint.read_remote(sock))))
         return BlockingLink(sock, client.finish(read_bare(sock, MAX_HELLO_BYTES)))
     except link.FrameError as error:
         sock.close()
@@ -279,7 +279,7 @@ class Client:
     def signal(self, number: Any) -> None:
         self.process.kill()
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self.process.alive
 
     def drop(self) -> None:

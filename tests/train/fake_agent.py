@@ -178,8 +178,8 @@ class Node:
         job = self.job
         if isinstance(m, local.Hello):
             self.hellos.append(m)
-            if not version.common(m.least, m.most) & self.job.speaks:
-                return local.Error(f"the training process speaks {version.mismatch(m.least, m.most)}"), []
+            if not version.find_common(m.least, m.most) & self.job.speaks:
+                return local.Error(f"the training process speaks {version.describe_mismatch(m.least, m.most)}"), []
             if len(self.hellos) <= job.not_yet:
                 return local.Error("the tier cannot be seen", later=True), []
             chosen = job.chosen or Stamp(0, 0)

@@ -69,11 +69,11 @@ class Push:
     def _hear(self) -> bytes:
         """The rank's next message. What it grants goes before."""
         while True:
-            self._page.sleeps(True)
+            self._page.publish_asleep(True)
             self._land()
             while self._at < self._used:
                 grant = self._page.grant(self._used)
-                if not (room := grant.room(self._at, self._at - self._arrived, time.monotonic())):
+                if not (room := grant.compute_room(self._at, self._at - self._arrived, time.monotonic())):
                     break
                 self._send(room)
                 self._land()
@@ -96,13 +96,13 @@ class Push:
         self._at += len(data)
         self._free_at = max(now, self._free_at) + (len(data) / job.rate if job.rate else 0.0)
         self._flying.append((self._free_at, self._at))
-        self._page.moved(self._at, self._arrived)
+        self._page.publish_progress(self._at, self._arrived)
 
     def _land(self) -> None:
         now = time.monotonic()
         while self._flying and self._flying[0][0] <= now:
             self._arrived = self._flying.pop(0)[1]
-            self._page.moved(self._at, self._arrived)
+            self._page.publish_progress(self._at, self._arrived)
         if self._arrived == self._at > self._spell_from:
             self._page.add(Spell(self._at - self._spell_from, self._spell_at, now))
             self._spell_from = self._at
@@ -129,7 +129,7 @@ class Push:
         self._from, self._into, self._version = home, holder, offer.version
         self._used, self._at, self._arrived, self._spell_from = offer.used, 0, 0, 0
         self._flying.clear()
-        self._page.moved(0, 0)
+        self._page.publish_progress(0, 0)
         return local.Ok()
 
     def _verify(self) -> None:

@@ -20,7 +20,7 @@ from .fake_agent import FakeJob
 
 MakeJob = Callable[[int, int], FakeJob]
 KEY = stats_messages.profile_key("model", ["n1"])
-HELLO = local.hello(training="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
+HELLO = local.build_hello(training="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
 
 
 def joined(job: FakeJob) -> AgentClient:

@@ -15,8 +15,8 @@ from gemini_hpc.wire.frames import (
     MAX_FRAME_BYTES,
     FrameError,
     Sealer,
-    bare,
-    length_of,
+    pack_bare,
+    parse_length,
     read_bare,
     read_exact,
 )
@@ -89,16 +89,16 @@ def test_reflected_or_of_another_session_is_refused(payload: bytes) -> None:
 def test_lengths(head: bytes, limit: int) -> None:
     wanted = struct.unpack(">I", head)[0]
     if wanted <= limit:
-        assert length_of(head, limit) == wanted
+        assert parse_length(head, limit) == wanted
     else:
         with pytest.raises(FrameError, match=f"{wanted} bytes, at most {limit}"):
-            length_of(head, limit)
+            parse_length(head, limit)
 
 
 def test_default_limit() -> None:
-    assert length_of(struct.pack(">I", MAX_FRAME_BYTES)) == MAX_FRAME_BYTES
+    assert parse_length(struct.pack(">I", MAX_FRAME_BYTES)) == MAX_FRAME_BYTES
     with pytest.raises(FrameError):
-        length_of(struct.pack(">I", MAX_FRAME_BYTES + 1))
+        parse_length(struct.pack(">I", MAX_FRAME_BYTES + 1))
 
 
 def test_too_long_a_message_is_refused_by_the_sender() -> None:
@@ -112,13 +112,13 @@ def test_reading_from_a_socket() -> None:
     ours, theirs = socket.socketpair()
     ours.settimeout(5)
     with ours, theirs:
-        for byte in bare(b"slowly"):
+        for byte in pack_bare(b"slowly"):
             theirs.send(bytes([byte]))
         assert read_bare(ours, 100) == b"slowly"
         theirs.send(struct.pack(">I", 101))
         with pytest.raises(FrameError, match="101"):
             read_bare(ours, 100)
-        theirs.send(bare(b"cut")[:-1])
+        theirs.send(pack_bare(b"cut")[:-1])
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(FrameError, match="mid-frame"):
             read_bare(ours, 100)

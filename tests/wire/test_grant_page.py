@@ -41,7 +41,7 @@ def ends() -> Iterator[tuple[GrantWriter, GrantReader]]:
     ],
 )
 def test_room(grant: Grant, sent: int, in_flight: int, room: int) -> None:
-    assert grant.room(sent, in_flight, 10.0) == room
+    assert grant.compute_room(sent, in_flight, 10.0) == room
 
 
 def test_a_grant_reaches_the_agent_and_ends(ends: tuple[GrantWriter, GrantReader]) -> None:
@@ -50,28 +50,28 @@ def test_a_grant_reaches_the_agent_and_ends(ends: tuple[GrantWriter, GrantReader
     assert not writer.write(Grant(5 * MB, 12.5, 1e9))
     assert reader.grant(MB) == Grant(MB, 12.5, 1e9), "of a version with a single MiB"
     writer.withdraw()
-    assert reader.grant(MB).room(0, 0, 1.0) == 0
+    assert reader.grant(MB).compute_room(0, 0, 1.0) == 0
 
 
 def test_an_agent_that_sleeps_is_woken(ends: tuple[GrantWriter, GrantReader]) -> None:
     writer, reader = ends
-    reader.sleeps(True)
+    reader.publish_asleep(True)
     assert writer.write(Grant(1, 1.0, 1.0))
-    reader.sleeps(False)
+    reader.publish_asleep(False)
     assert not writer.write(Grant(1, 1.0, 1.0))
 
 
 def test_a_rank_learns_what_has_gone_and_when(ends: tuple[GrantWriter, GrantReader]) -> None:
     writer, reader = ends
-    assert (writer.sent, writer.arrived, writer.moved_at, writer.spells()) == (0, 0, 0.0, [])
-    reader.moved(7, 5)
+    assert (writer.sent, writer.arrived, writer.moved_at, writer.read_spells()) == (0, 0, 0.0, [])
+    reader.publish_progress(7, 5)
     assert (writer.sent, writer.arrived) == (7, 5) and writer.moved_at > 0
     reader.add(Spell(3, 1.5, 2.5))
     reader.add(Spell(4, 3.5, 4.5))
-    assert writer.spells() == [(3, 1.5, 2.5), (4, 3.5, 4.5)] and not writer.spells()
+    assert writer.read_spells() == [(3, 1.5, 2.5), (4, 3.5, 4.5)] and not writer.read_spells()
     for number in range(500):
         reader.add(Spell(number, number, number + 1.0))
-    found = writer.spells()
+    found = writer.read_spells()
     assert found[-1] == pytest.approx((499, 499.0, 500.0)) and 100 < len(found) < 128, "the newest ones"
 
 

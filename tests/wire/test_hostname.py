@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.wire.hostname import dialled, is_numeric_hostname
+from gemini_hpc.wire.hostname import is_numeric_hostname, resolve_hostname
 
 
 def test_a_name_that_the_resolver_takes_for_a_number() -> None:
@@ -19,12 +19,12 @@ def test_a_name_that_the_resolver_takes_for_a_number() -> None:
 
 def test_other_names_and_addresses_are_left_alone() -> None:
     for name in ("n1", "10.0.0.1", "127.0.0.1", "0123-ib0", "a0", "localhost", "::1", "fe80::1", ""):
-        assert not is_numeric_hostname(name) and dialled(name) == name, name
+        assert not is_numeric_hostname(name) and resolve_hostname(name) == name, name
 
 
 def test_a_name_without_an_address_is_an_error() -> None:
     with pytest.raises(OSError, match="host 0123456 has no address"):
-        dialled("0123456")
+        resolve_hostname("0123456")
 
 
 DIAL = """

@@ -28,7 +28,7 @@ SITE = bytes(range(32))
 
 
 def key_of(job: int = JOB, uid: int = ALICE) -> bytes:
-    return keyed.job_key(keyed.user_key(SITE, CLUSTER, uid), job)
+    return keyed.derive_job_key(keyed.derive_user_key(SITE, CLUSTER, uid), job)
 
 
 def agent(job: int = JOB, uid: int = ALICE, *more: int) -> JobKeys:
@@ -44,7 +44,7 @@ def root() -> SiteKey:
 
 
 def tickets(uid: int = ALICE, lasts_s: int = 60) -> Tickets:
-    return Tickets(lambda job: root().ticket(uid, job, int(clock.time()) + lasts_s), SLURM, uid)
+    return Tickets(lambda job: root().issue_ticket(uid, job, int(clock.time()) + lasts_s), SLURM, uid)
 
 
 def made(scheme: Scheme, payload: bytes = b"x", *, for_uid: int = ALICE, job: int = JOB) -> bytes:
@@ -71,7 +71,7 @@ def late(monkeypatch: pytest.MonkeyPatch, by_s: float) -> Iterator[None]:
 def meet(caller: Scheme, server: Scheme, **changes: object) -> tuple[LinkSession, LinkSession]:
     calling = client(**changes)
     with using(caller):
-        greeting = calling.greeting("10.0.0.1:17000")
+        greeting = calling.build_greeting("10.0.0.1:17000")
     with using(server):
         opened = handshake.receive(greeting)
         reply, theirs = handshake.answer(opened, host="n2", restart=1, instance="i2", listening="10.0.0.1:17000")
@@ -150,7 +150,7 @@ def test_an_owners_answer_in_the_controllers_place() -> None:
     """Another user listens where the controller should: his job's key opens no greeting, and answers nobody."""
     for caller in (root(), tickets()):
         with using(caller):
-            greeting = client(server_uid=SLURM).greeting()
+            greeting = client(server_uid=SLURM).build_greeting()
         with using(agent(uid=BOB)), pytest.raises(HandshakeError, match="not a key"):
             handshake.receive(greeting)
     assert "does not speak for uid 64" in refusal(CredentialError, root().decode, lie(BOB, SLURM, ROOT))
@@ -163,7 +163,7 @@ def test_a_thief_of_both_greetings_has_no_session_key() -> None:
     """Everything on the wire is readable; the session's keys follow from the job's key as well."""
     caller = client()
     with using(agent()):
-        greeting = caller.greeting()
+        greeting = caller.build_greeting()
     with using(agent()):
         opened = handshake.receive(greeting)
         reply, session = handshake.answer(opened, host="n2", restart=1, instance="i2")
@@ -172,14 +172,14 @@ def test_a_thief_of_both_greetings_has_no_session_key() -> None:
         share = handshake._answer.decode(handshake._open(reply).payload).share
     assert share in reply
     for secret in (b"", bytes(32), key_of(8), key_of(uid=BOB)):
-        assert handshake._keys(opened.hello, share, secret) != (session.receive_key, session.send_key)
+        assert handshake._derive_keys(opened.hello, share, secret) != (session.receive_key, session.send_key)
 
 
 def test_replayed_and_reflected_greetings() -> None:
     server = agent()
     with using(agent()):
         calling = client()
-        greeting = calling.greeting()
+        greeting = calling.build_greeting()
         with pytest.raises(HandshakeError, match="malformed answer"):
             calling.finish(greeting)
     with using(server):
@@ -194,7 +194,7 @@ def test_replayed_and_reflected_greetings() -> None:
 
 def test_relayed_to_another_endpoint() -> None:
     with using(agent()):
-        greeting = client().greeting("10.0.0.1:17000")
+        greeting = client().build_greeting("10.0.0.1:17000")
     with using(agent()), pytest.raises(HandshakeError, match="somebody in between"):
         handshake.answer(handshake.receive(greeting), host="n2", restart=1, instance="i", listening="10.0.0.1:17001")
 
@@ -233,7 +233,7 @@ def test_remembered_credentials_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_tickets_end(monkeypatch: pytest.MonkeyPatch) -> None:
     held = tickets()
-    ticket = root().ticket(ALICE, JOB, int(clock.time()) + 60)
+    ticket = root().issue_ticket(ALICE, JOB, int(clock.time()) + 60)
     with late(monkeypatch, 60 + credentials.TTL_S + 2):
         kept = Tickets(lambda job: ticket, SLURM, ALICE)  # a thief's, who fetches none
         assert "expired ticket" in refusal(CredentialError, agent().decode, made(kept))
@@ -241,7 +241,7 @@ def test_tickets_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ticket_cannot_be_made_to_last_longer() -> None:
-    ticket = root().ticket(ALICE, JOB, int(clock.time()) + 1)
+    ticket = root().issue_ticket(ALICE, JOB, int(clock.time()) + 1)
     longer = Tickets(lambda job: Ticket(ALICE, job, ticket.end_s + 3600, ticket.key), SLURM, ALICE)
     assert "invalid credential" in refusal(CredentialError, agent().decode, made(longer))
     another = Tickets(lambda job: Ticket(ALICE, 8, ticket.end_s, ticket.key), SLURM, ALICE)
@@ -342,7 +342,7 @@ def test_key_files_of_others(tmp_path: Path) -> None:
 
 def test_no_key_is_shown() -> None:
     opened = agent().decode(made(agent()))
-    ticket = root().ticket(ALICE, JOB, 1)
+    ticket = root().issue_ticket(ALICE, JOB, 1)
     for shown in (repr(opened), repr(ticket), repr(agent()), repr(root())):
         assert repr(opened.secret) not in shown and repr(ticket.key) not in shown and repr(SITE) not in shown
 

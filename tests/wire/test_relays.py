@@ -75,7 +75,7 @@ def test_relay_in_front_of_an_agent_is_passed_by(fake: FakeMunge) -> None:
 def test_caller_sees_a_relay_by_itself(fake: FakeMunge) -> None:
     """It is enough that one of the two ends looks."""
     caller = client()
-    greeting = handshake.receive(caller.greeting("10.0.0.2:17000"))
+    greeting = handshake.receive(caller.build_greeting("10.0.0.2:17000"))
     blind = msgspec.structs.replace(greeting, hello=msgspec.structs.replace(greeting.hello, dialled=""))
     data, _ = handshake.answer(blind, host="n2", restart=1, instance="x", listening="10.0.0.2:17001")
     with pytest.raises(HandshakeError, match=r"dialled at 10\.0\.0\.2:17000, listening at 10\.0\.0\.2:17001"):
@@ -84,10 +84,10 @@ def test_caller_sees_a_relay_by_itself(fake: FakeMunge) -> None:
 
 def test_older_releases_do_not_say_where(fake: FakeMunge) -> None:
     caller = client()
-    data, _ = handshake.answer(handshake.receive(caller.greeting()), host="n2", restart=1, instance="x")
+    data, _ = handshake.answer(handshake.receive(caller.build_greeting()), host="n2", restart=1, instance="x")
     assert caller.finish(data).peer_host == "n2"
     caller = client()
-    greeting = handshake.receive(caller.greeting("10.0.0.2:17000"))
+    greeting = handshake.receive(caller.build_greeting("10.0.0.2:17000"))
     assert greeting.hello.dialled == "10.0.0.2:17000"
     data, _ = handshake.answer(greeting, host="n2", restart=1, instance="x", listening="")
     assert caller.finish(data).peer_host == "n2"
@@ -95,7 +95,7 @@ def test_older_releases_do_not_say_where(fake: FakeMunge) -> None:
 
 def test_another_port_or_address_is_another_end(fake: FakeMunge) -> None:
     for listening in ("10.0.0.2:17001", "10.0.0.3:17000", "[fd00::2]:17000"):
-        greeting = handshake.receive(client().greeting("10.0.0.2:17000"))
+        greeting = handshake.receive(client().build_greeting("10.0.0.2:17000"))
         answer = partial(handshake.answer, greeting, host="n2", restart=1, instance="x")
         assert "relays this connection" in refusal(HandshakeError, answer, listening=listening), listening
 
@@ -106,7 +106,7 @@ def test_both_ends_name_one_connection_alike() -> None:
             server.bind((host, 0))
             server.listen(1)
             with socket.create_connection(server.getsockname()[:2]) as calling, server.accept()[0] as taken:
-                assert endpoint.dialled(calling) == endpoint.listening(taken) != "", host
+                assert endpoint.read_remote(calling) == endpoint.read_local(taken) != "", host
 
 
 def test_ipv4_on_a_socket_for_both() -> None:
@@ -115,4 +115,4 @@ def test_ipv4_on_a_socket_for_both() -> None:
         server.bind(("::", 0))
         server.listen(1)
         with socket.create_connection((HERE, server.getsockname()[1])) as calling, server.accept()[0] as taken:
-            assert endpoint.dialled(calling) == endpoint.listening(taken) != ""
+            assert endpoint.read_remote(calling) == endpoint.read_local(taken) != ""

@@ -31,7 +31,7 @@ SETTINGS = Settings(auth="key", cluster_name=CLUSTER, slurm_user=pwd.getpwuid(os
 
 @pytest.fixture(autouse=True)
 def munge_afterwards() -> Iterator[None]:
-    before = credentials.used()
+    before = credentials.get_scheme()
     yield
     credentials.use(before)
 
@@ -76,7 +76,7 @@ def test_the_setting() -> None:
 def test_a_ticket_is_for_whom_the_kernel_names(service: str) -> None:
     ticket = site_key.fetch(JOB)
     assert (ticket.uid, ticket.job) == (os.getuid(), JOB)
-    assert ticket.key == root().ticket(os.getuid(), JOB, ticket.end_s).key
+    assert ticket.key == root().issue_ticket(os.getuid(), JOB, ticket.end_s).key
 
 
 @needs_root
@@ -194,9 +194,9 @@ def test_a_daemon_gets_the_pipe_and_nothing_else(tmp_path: Path) -> None:
 
 def test_commands_of_root_read_the_key_file(key_file: Path) -> None:
     site_key.adopt(Settings())
-    assert credentials.used().name == "munge"
+    assert credentials.get_scheme().name == "munge"
     site_key.adopt(SETTINGS)
-    assert credentials.used().name == "key"
+    assert credentials.get_scheme().name == "key"
 
 
 @needs_root
@@ -205,4 +205,4 @@ def test_a_key_file_that_others_can_read_is_not_used(key_file: Path, mode: int) 
     key_file.chmod(mode)
     assert f"wanted mode 0600, found {mode:04o}" in refusal(CredentialError, site_key.adopt, SETTINGS)
     assert refusal(keyed.KeyFileError, site_key.pack, SETTINGS, ALICE, [JOB])
-    assert credentials.used().name == "munge"
+    assert credentials.get_scheme().name == "munge"

@@ -32,7 +32,7 @@ def envelope(payload: msgspec.Struct) -> bytes:
 
 def test_two_of_us_speak_the_newest() -> None:
     client = caller()
-    data, theirs = handshake.answer(handshake.receive(client.greeting()), host="n2", restart=0, instance="x")
+    data, theirs = handshake.answer(handshake.receive(client.build_greeting()), host="n2", restart=0, instance="x")
     assert client.finish(data).proto == theirs.proto == version.CURRENT
 
 
@@ -40,7 +40,7 @@ def test_common_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ends that speak two versions, as all do from the second one on."""
     monkeypatch.setattr(version, "CURRENT", 8)
     monkeypatch.setattr(version, "OLDEST", 7)
-    assert version.mismatch(9, 10).startswith("protocol 9 to 10, wanted 7 to 8:")
+    assert version.describe_mismatch(9, 10).startswith("protocol 9 to 10, wanted 7 to 8:")
     for least, most, common in (
         (7, 7, 7),
         (7, 8, 8),
@@ -53,7 +53,7 @@ def test_common_version(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, 7, 0),
         (-1, -1, 0),
     ):
-        assert version.common(least, most) == common, (least, most)
+        assert version.find_common(least, most) == common, (least, most)
 
 
 def test_too_new_is_refused_with_one_line() -> None:
@@ -72,7 +72,9 @@ def test_an_answer_in_no_version_of_ours_is_refused() -> None:
 
 
 def test_fields_of_later_versions_are_skipped() -> None:
-    hello = json.loads(local.encode(local.hello(training="d", rank=0, world=1, local_rank=0, step="7.0", pid=1)))
+    hello = json.loads(
+        local.encode(local.build_hello(training="d", rank=0, world=1, local_rank=0, step="7.0", pid=1))
+    )
     later = json.dumps({**hello, "colour": ["green"], "most": 5}).encode()
     assert local.request_decoder.decode(later) == local.Hello(4, 5, "d", 0, 1, 0, "7.0", 1)
     packed = msgspec.msgpack.encode({"kind": "go", "round": 3, "step": "7.0", "mood": {"good": True}})

@@ -19,7 +19,7 @@ from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError, OtherView
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.ports import candidates
+from gemini_hpc.wire.ports import list_candidates
 
 _PARALLEL_SEARCHES = 64
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -133,7 +133,7 @@ class Mesh:
             TimeoutError: The peer does not answer in time.
             HandshakeError: The peer refuses, or does not authenticate.
         """
-        ports = candidates(self._settings, self._identity.job)
+        ports = list_candidates(self._settings, self._identity.job)
         known = self.ports.get(name)
         if known is not None:
             ports = [known, *(p for p in ports if p != known)]

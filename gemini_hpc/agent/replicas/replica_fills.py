@@ -67,7 +67,7 @@ async def wait_for_end(client: LocalClient, shards: list[Shard]) -> None:
     """Wait until the process writes no more: it has ended, or the time for any write has passed."""
     deadline = clock.monotonic() + _WRITES_S
     fills = [(shard, shard.fill) for shard in shards if shard.fill is not None and shard.fill.client is client]
-    while client.lives() and clock.monotonic() < deadline and not all(fill.over.is_set() for _, fill in fills):
+    while client.is_alive() and clock.monotonic() < deadline and not all(fill.over.is_set() for _, fill in fills):
         await asyncio.sleep(_LATE_LOOK_S)
     for shard, fill in fills:
         _end_fill(shard, fill)

@@ -237,7 +237,7 @@ class PullScheduler:
         Return None if the predecessor has no such copy here, or does not give it away.
         """
         takeover = self._takeover
-        origin = takeover.origin(copy.training, copy.stamp) if takeover is not None else None
+        origin = takeover.find_origin(copy.training, copy.stamp) if takeover is not None else None
         if takeover is None or origin is None or peer.BEFORE + self._identity.node not in sources:
             return None
         memory = await self._predecessor.request_handover(takeover.job, copy, origin)
@@ -295,7 +295,7 @@ class PullScheduler:
     async def _fetch_from_tier(self, copy: Copy, memory: Memfd) -> None:
         takeover, job, stamp = self._takeover, self._identity.job, copy.stamp
         key: str | None = self._membership.key
-        origin = takeover.origin(copy.training, stamp) if takeover is not None else None
+        origin = takeover.find_origin(copy.training, stamp) if takeover is not None else None
         if takeover is not None and origin is not None:
             job, key, stamp = takeover.job, None, origin
         order = orders.Read(

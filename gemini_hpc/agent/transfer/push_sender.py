@@ -204,14 +204,14 @@ class Channel:
         """Return the rank's next message; b"" at the end. What the rank grants is sent before."""
         while True:
             try:
-                self._page.sleeps(True)  # before the look: a grant that comes behind it is called
+                self._page.publish_asleep(True)  # before the look: a grant that comes behind it is called
                 pause_s = self._send_granted()
                 self._sock.settimeout(pause_s)
                 return self._sock.recv(local.MAX_PACKET_BYTES)
             except TimeoutError:
                 continue
             finally:
-                self._page.sleeps(False)
+                self._page.publish_asleep(False)
 
     def _send_granted(self) -> float | None:
         """Send what may go now. Return the seconds until the next look at the grant; None: no bytes are left."""
@@ -219,13 +219,13 @@ class Channel:
             grant, now = self._page.grant(self._total), clock.monotonic()
             with self._lock:
                 in_flight = self._sent - self._arrived
-            room = grant.room(self._sent, in_flight, now)
+            room = grant.compute_room(self._sent, in_flight, now)
             if not room:
                 crowded = in_flight > 0 and grant.rate > 0 and grant.until > self._sent and grant.before > now
                 return min(_GRANT_S, max(_ROOM_S, in_flight / grant.rate)) if crowded else _GRANT_S
-            self._page.sleeps(False)
+            self._page.publish_asleep(False)
             self._send(room)
-            self._page.sleeps(True)
+            self._page.publish_asleep(True)
         return None
 
     def _count_left(self) -> int:
@@ -237,7 +237,7 @@ class Channel:
             if self._sent != self._arrived:
                 raise PushLost("the rank has not waited for its bytes")
             self._taken, self._total, self._sent, self._arrived = False, 0, 0, 0
-            self._page.moved(0, 0)
+            self._page.publish_progress(0, 0)
         self._forget_writer()
         self._forget_slot()
         self._used = self._at = 0
@@ -247,7 +247,7 @@ class Channel:
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
-            if self._link is not None and not self._awaited and self._link.lead.ready(self._link.links, 0):
+            if self._link is not None and not self._awaited and self._link.lead.find_ready(self._link.links, 0):
                 self._link = None  # only its end can arrive, which the reader is about to see
         try:
             head, self._file, memory, self._reading, links = self._wait_for(self._prepare(m))
@@ -390,7 +390,7 @@ class Channel:
                 self._spell_from, self._spell_at = self._sent, now
             if isinstance(awaited, int):
                 self._sent += awaited
-                self._page.moved(self._sent, self._arrived)
+                self._page.publish_progress(self._sent, self._arrived)
             else:
                 self._awaited.append(awaited)
         return link
@@ -538,7 +538,7 @@ class Channel:
         reason = ""
         try:
             while True:
-                if not (ready := link.lead.ready(link.links, _LOOK_S)):
+                if not (ready := link.lead.find_ready(link.links, _LOOK_S)):
                     self._check_holder()
                 for one in ready:
                     message = one.receive_any()
@@ -594,7 +594,7 @@ class Channel:
             self._progress = now = clock.monotonic()
             # pieces that are sent again do not count
             self._arrived = max(self._arrived, min(arrived, self._sent))
-            self._page.moved(self._sent, self._arrived)
+            self._page.publish_progress(self._sent, self._arrived)
             if self._arrived == self._sent > self._spell_from:
                 self._page.add(Spell(self._sent - self._spell_from, self._spell_at, now))
                 self._spell_from = self._sent

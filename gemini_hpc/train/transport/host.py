@@ -94,7 +94,7 @@ class _HostOutbox(GrantOutbox):
         return channel.page.moved_at if channel is not None else 0.0
 
     def read_spells(self) -> list[Spell]:
-        return self._open.page.spells()
+        return self._open.page.read_spells()
 
     def finish(self, digest: str) -> None:
         self._ask(local.PushDone())
