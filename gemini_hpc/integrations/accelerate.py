@@ -16,7 +16,7 @@ except ImportError as error:
     raise ImportError("gemini_hpc.integrations.accelerate needs accelerate: pip install accelerate") from error
 
 
-def checkpointer(
+def build_checkpointer(
     accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any = None, loader: Any = None, **options: Any
 ) -> Checkpointer:
     """Return a `Checkpointer` of the prepared objects, with the accelerator's gradient scaler.
@@ -31,13 +31,15 @@ def checkpointer(
         loader: A `StatefulLoader` that is not prepared; move its batches to `accelerator.device` yourself.
         **options: Further keyword arguments of `Checkpointer`.
     """
-    return Checkpointer(model, unwrapped(optimizer), unwrapped(scheduler), accelerator.scaler, loader, **options)
+    return Checkpointer(
+        model, unwrap_prepared(optimizer), unwrap_prepared(scheduler), accelerator.scaler, loader, **options
+    )
 
 
-def unwrapped(item: Any) -> Any:
+def unwrap_prepared(item: Any) -> Any:
     """Return the optimizer or scheduler inside accelerate's wrapper; for a list, a list of those inside."""
     if isinstance(item, Sequence):
-        return [unwrapped(part) for part in item]
+        return [unwrap_prepared(part) for part in item]
     if isinstance(item, AcceleratedOptimizer):
         return item.optimizer
     return item.scheduler if isinstance(item, AcceleratedScheduler) else item

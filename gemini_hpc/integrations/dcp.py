@@ -60,19 +60,19 @@ Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # row, offset, size
 _sessions: dict[str, StackSession] = {}
 
 
-def _session(name: str, seal_timeout_s: float, tier: Tier) -> StackSession:
+def _get_session(name: str, seal_timeout_s: float, tier: Tier) -> StackSession:
     """Return the session of this process and this name. Creating a session is collective.
 
     The session ends with the process.
     """
     if name not in _sessions:
         if not _sessions:
-            atexit.register(_at_exit)
+            atexit.register(_on_exit)
         _sessions[name] = StackSession(name, seal_timeout_s, tier)
     return _sessions[name]
 
 
-def _at_exit() -> None:
+def _on_exit() -> None:
     for session in _sessions.values():
         session.close(success=False)
 
@@ -117,7 +117,7 @@ class GeminiWriter(StorageWriter):
             raise ValueError("wanted seal_timeout_s > 0 and a name")
         self.version = 0
         self._id = ""
-        self._session = _session(name, seal_timeout_s, Tier.from_argument(tier))
+        self._session = _get_session(name, seal_timeout_s, Tier.from_argument(tier))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -147,7 +147,7 @@ class GeminiWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save the plan's data, and return a future that is already done."""
         session = self._session
-        self.version = session.save(lambda: _part(plan, planner, self._id, session.rank, session.world))
+        self.version = session.save(lambda: _build_part(plan, planner, self._id, session.rank, session.world))
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, 0, None) for item in plan.items] if self.version else [])
         return done
@@ -161,7 +161,7 @@ class GeminiWriter(StorageWriter):
         return False
 
 
-def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, world: int) -> VersionPart:
+def _build_part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, world: int) -> VersionPart:
     """Return the plan's items as rows and boxes. An item that is no tensor becomes a row of encoded bytes.
 
     Raises:
@@ -177,7 +177,7 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
         if item.type == WriteItemType.BYTE_IO or data is None:
             value = planner.resolve_data(item)
             assert isinstance(value, io.BytesIO)
-            raw = encode.encode(_of_this_process(value), key)
+            raw = encode.encode(_load_own_pickle(value), key)
             note.add_value(key, len(raw), partial(bytes, raw))
             found.append(((len(rows), (0,), (len(raw),)), memoryview(bytearray(raw))))
             rows.append(TensorRow(key, "uint8", (len(raw),), True, "cpu", name=_VALUES))
@@ -242,8 +242,8 @@ class GeminiReader(MemoryReader):
         seal_timeout_s: float = 10.0,
         tier: str | Tier = "",
     ) -> None:
-        session = _session(name, seal_timeout_s, Tier.from_argument(tier))
-        shards = session.shards()
+        session = _get_session(name, seal_timeout_s, Tier.from_argument(tier))
+        shards = session.list_shards()
         self.version = session.chosen_version
         self.checkpoint_id = ""
         self._values: dict[str, torch.Tensor] = {}  # tensors outside every shard's tensor area
@@ -253,7 +253,7 @@ class GeminiReader(MemoryReader):
         if shards and shards[0].small_raw:
             self._name_as_exported(shards)
         else:
-            self._name_as_saved(shards, [_Note.of(packed) for packed in session.notes])
+            self._name_as_saved(shards, [_Note.from_bytes(packed) for packed in session.notes])
 
     def _name_as_saved(self, shards: Sequence[SavedShard], notes: Sequence[_Note]) -> None:
         known = self.metadata.state_dict_metadata
@@ -261,10 +261,10 @@ class GeminiReader(MemoryReader):
             for row in saved.manifest.rows:
                 key = saved.key(row)
                 if row.name == _VALUES:
-                    self._objects[key] = partial(self._decoded, key)
+                    self._objects[key] = partial(self._decode_value, key)
                     known[key] = BytesStorageMetadata()
                 elif key not in known:  # an empty tensor has no piece
-                    known[key] = _whole(torch.empty(row.shape, dtype=dtype_of(row.dtype), device="meta"))
+                    known[key] = _describe_whole(torch.empty(row.shape, dtype=dtype_of(row.dtype), device="meta"))
                 if row.key == NOTE:
                     del known[key], self._objects[key]
         self.metadata.planner_data = {key: path for note in notes for key, path in note.names.items()}
@@ -275,8 +275,8 @@ class GeminiReader(MemoryReader):
                 self._objects[key] = partial(encode.decode, value)
         self.checkpoint_id = notes[0].id if notes else ""
 
-    def _decoded(self, key: str) -> Any:
-        return encode.decode(self.piece(key, (0,)).numpy().tobytes())
+    def _decode_value(self, key: str) -> Any:
+        return encode.decode(self.read_piece(key, (0,)).numpy().tobytes())
 
     def _name_as_exported(self, shards: Sequence[SavedShard]) -> None:
         """Name the tensors of a `Checkpointer`'s version.
@@ -294,11 +294,11 @@ class GeminiReader(MemoryReader):
         chunks, known = self.metadata.state_dict_metadata, dict[str, Any]()
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):
-                self._objects[name] = partial(_same, value)
+                self._objects[name] = partial(_return_same, value)
                 known[name] = BytesStorageMetadata()
             elif (key := keys.get(id(value))) is None:
                 self._values[name] = value
-                known[name] = _whole(value)
+                known[name] = _describe_whole(value)
             elif key in chunks:
                 self._sources[name] = key
                 known[name] = chunks[key]
@@ -334,12 +334,12 @@ class GeminiReader(MemoryReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _pickled(self.value(key)))
+                planner.load_bytes(item, _write_pickle(self.read_value(key)))
             else:
                 tensors.append(item)
         return super().read_data(replace(plan, items=tensors), planner)
 
-    def value(self, key: str) -> Any:
+    def read_value(self, key: str) -> Any:
         """Return a saved value that is no tensor.
 
         Raises:
@@ -348,9 +348,9 @@ class GeminiReader(MemoryReader):
         """
         return self._objects[key]()
 
-    def piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+    def read_piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
         """Return a chunk of the metadata as a tensor."""
-        return self._values[key] if key in self._values else super().piece(self._sources.get(key, key), offset)
+        return self._values[key] if key in self._values else super().read_piece(self._sources.get(key, key), offset)
 
 
 class _Note:
@@ -378,7 +378,7 @@ class _Note:
             return encode.encode([self.id, {}, self.values])
 
     @classmethod
-    def of(cls, packed: bytes) -> _Note:
+    def from_bytes(cls, packed: bytes) -> _Note:
         """Return the note from its packed bytes.
 
         Raises:
@@ -387,23 +387,23 @@ class _Note:
         return cls(*encode.decode(packed))
 
 
-def _whole(tensor: torch.Tensor) -> TensorStorageMetadata:
+def _describe_whole(tensor: torch.Tensor) -> TensorStorageMetadata:
     """Return the metadata of a tensor in one chunk, or in none if the tensor is empty."""
     chunks = [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)] if tensor.numel() else []
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
 
 
-def _same(value: Any) -> Any:
+def _return_same(value: Any) -> Any:
     return value
 
 
-def _of_this_process(pickled: io.BytesIO) -> Any:
+def _load_own_pickle(pickled: io.BytesIO) -> Any:
     """Return the value that the planner of this rank has just pickled: bytes that never left this process."""
     pickled.seek(0)
     return torch.load(pickled, weights_only=False)
 
 
-def _pickled(value: Any) -> io.BytesIO:
+def _write_pickle(value: Any) -> io.BytesIO:
     """Return a value as DCP's planners unpickle it. The types are those of `encode`, which carry no code."""
     file = io.BytesIO()
     torch.save(value, file)

@@ -15,7 +15,7 @@ except ImportError as error:
     raise ImportError("gemini_hpc.integrations.fabric needs lightning: pip install lightning") from error
 
 
-def checkpointer(
+def build_checkpointer(
     fabric: Any, model: nn.Module, optimizer: Any, scheduler: Any = None, loader: Any = None, **options: Any
 ) -> Checkpointer:
     """Return a `Checkpointer` of the objects that Fabric has set up, with the gradient scaler of its precision.
@@ -32,10 +32,10 @@ def checkpointer(
     """
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     inner: Any = model.module if is_wrapped(model) else model
-    return Checkpointer(inner, _unwrapped(optimizer), scheduler, scaler, loader, **options)
+    return Checkpointer(inner, _unwrap_optimizer(optimizer), scheduler, scaler, loader, **options)
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrap_optimizer(optimizer: Any) -> Any:
     if isinstance(optimizer, Sequence):
-        return [_unwrapped(item) for item in optimizer]
+        return [_unwrap_optimizer(item) for item in optimizer]
     return optimizer.optimizer if is_wrapped(optimizer) else optimizer

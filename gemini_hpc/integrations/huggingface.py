@@ -11,8 +11,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_hpc import lines
-from gemini_hpc.integrations.accelerate import unwrapped
-from gemini_hpc.integrations.naming import next_name
+from gemini_hpc.integrations.accelerate import unwrap_prepared
+from gemini_hpc.integrations.naming import choose_next_name
 from gemini_hpc.train.checkpointer import Checkpointer
 from gemini_hpc.train.state import rng
 
@@ -139,7 +139,7 @@ class _Loader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-def _taken_up(prepared: Any, order: _Order) -> Any:
+def _rebuild_loader(prepared: Any, order: _Order) -> Any:
     """Return the same batches in a loader that can be resumed at any batch.
 
     Without indices (an IterableDataset) the result is Trainer's own loader, which reads the batches that it skips.
@@ -169,7 +169,7 @@ class _Progress:
             "log": bytes(self._log),
             "sums": {name: getattr(trainer, name) for name in _SUMS if hasattr(trainer, name)},
             "flos": trainer.current_flos,
-            "callbacks": [(name, _state_of(callback)) for name, callback in self._callbacks()],
+            "callbacks": [(name, _read_state(callback)) for name, callback in self._list_callbacks()],
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -182,27 +182,29 @@ class _Progress:
         self._log, self._logged = bytearray(saved["log"]), len(state.log_history)
         trainer.current_flos = saved["flos"]
         self.sums = saved["sums"]
-        here = self._callbacks()
+        here = self._list_callbacks()
         for name, value in saved["callbacks"]:
             at = next((k for k, (other, _) in enumerate(here) if other == name), None)
             if at is not None:
                 _restore(here.pop(at)[1], value)
 
-    def _callbacks(self) -> list[tuple[str, Any]]:
+    def _list_callbacks(self) -> list[tuple[str, Any]]:
         found = [*self._trainer.callback_handler.callbacks, self._trainer.control]
-        return [(type(item).__name__, item) for item in found if isinstance(item, ExportableState) or _stateful(item)]
+        return [
+            (type(item).__name__, item) for item in found if isinstance(item, ExportableState) or _is_stateful(item)
+        ]
 
 
-def _stateful(item: Any) -> bool:
+def _is_stateful(item: Any) -> bool:
     return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
-def _state_of(callback: Any) -> Any:
-    return callback.state_dict() if _stateful(callback) else callback.state()
+def _read_state(callback: Any) -> Any:
+    return callback.state_dict() if _is_stateful(callback) else callback.state()
 
 
 def _restore(callback: Any, saved: Any) -> None:
-    if _stateful(callback):
+    if _is_stateful(callback):
         callback.load_state_dict(saved)
         return
     for name, value in {**saved.get("args", {}), **saved.get("attributes", {})}.items():
@@ -280,16 +282,16 @@ class GeminiMixin:
         begun: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from, trial
         )
-        if reason := self._unsupported(trial):
+        if reason := self._explain_unsupported(trial):
             if self.is_world_process_zero():  # type: ignore[attr-defined]
                 lines.write_line(f"this training is not protected: {reason}")
             return begun
         model, loader = super()._prepare_for_training(max_steps, self._given_loader, resume_from)  # type: ignore[misc]
         self._order, self._progress = _Order(loader), _Progress(self)
-        loader = _taken_up(loader, self._order)
+        loader = _rebuild_loader(loader, self._order)
         self.callback_handler.train_dataloader = loader  # type: ignore[attr-defined]
         self._prepared = model, loader
-        self.checkpointer = self._checkpointer(model)
+        self.checkpointer = self._build_checkpointer(model)
         version = self.checkpointer.resume()
         self._captured = self.state.global_step  # type: ignore[attr-defined]
         self._from_memory = version > 0 and bool(self._progress.sums)
@@ -300,7 +302,7 @@ class GeminiMixin:
         epochs, steps = divmod(self._captured, num_update_steps_per_epoch)
         return epochs, steps * self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
 
-    def _unsupported(self, trial: Any) -> str:
+    def _explain_unsupported(self, trial: Any) -> str:
         """Return why there is no checkpointer; "" if there is one."""
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             return "DeepSpeed keeps its state where gemini-hpc cannot find it"
@@ -310,13 +312,13 @@ class GeminiMixin:
             return "with auto_find_batch_size optimizer steps cannot be repeated: set a batch size"
         return "a hyperparameter search runs many trainings" if trial is not None else ""
 
-    def _checkpointer(self, model: Any) -> Checkpointer:
+    def _build_checkpointer(self, model: Any) -> Checkpointer:
         options = dict(self.gemini_options)
-        options["name"] = next_name(options.get("name", "default"))
+        options["name"] = choose_next_name(options.get("name", "default"))
         options["extra"] = {**options.get("extra", {}), "trainer": self._progress}
         return Checkpointer(
             model,
-            unwrapped(self.optimizer),  # type: ignore[attr-defined]
+            unwrap_prepared(self.optimizer),  # type: ignore[attr-defined]
             self.lr_scheduler,  # type: ignore[attr-defined]
             self.accelerator.scaler,  # type: ignore[attr-defined]
             self._order,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemini_hpc import lines
-from gemini_hpc.integrations.naming import next_name
+from gemini_hpc.integrations.naming import choose_next_name
 from gemini_hpc.train.checkpointer import Checkpointer
 from gemini_hpc.train.state.loader import StatefulLoader
 
@@ -53,7 +53,7 @@ def _say(trainer: Trainer, text: str) -> None:
         lines.write_line(text)
 
 
-def _not_protected(trainer: Trainer, why: str) -> None:
+def _report_unprotected(trainer: Trainer, why: str) -> None:
     _say(trainer, f"this training is not protected: {why}")
 
 
@@ -88,12 +88,12 @@ class GeminiCallback(Callback):  # type: ignore[misc]
         """Resume, because the model is wrapped and the optimizers are made."""
         self.checkpointer, self._resumed = None, False
         if trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path:  # the restore runs after this hook
-            _not_protected(
+            _report_unprotected(
                 trainer, "this strategy would load ckpt_path over the state from memory: leave ckpt_path out"
             )
             return
         options = dict(self._options)
-        options["name"] = next_name(options.get("name", "default"))
+        options["name"] = choose_next_name(options.get("name", "default"))
         self.checkpointer = Checkpointer(
             trainer.model,
             trainer.optimizers,
@@ -118,7 +118,7 @@ class GeminiCallback(Callback):  # type: ignore[misc]
         """Prepare the loader, which exists now and has not been read from."""
         loader = trainer.train_dataloader
         if not isinstance(loader, StatefulLoader):
-            _not_protected(
+            _report_unprotected(
                 trainer,
                 f"its loader is a {type(loader).__name__}, whose position is unknown. Return a "
                 "gemini_hpc.StatefulLoader from train_dataloader()",
@@ -137,7 +137,7 @@ class GeminiCallback(Callback):  # type: ignore[misc]
                     "that were read, but Lightning counts batches, and may end this epoch before all are read",
                 )
 
-    def _between(self, trainer: Trainer) -> None:
+    def _make_version(self, trainer: Trainer) -> None:
         """Make a version of the last step.
 
         The previous batch is done, and the next is not yet read.

@@ -63,7 +63,7 @@ def save(
     state = strategy.mcore_to_pyt_state_dict(
         strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
     )
-    state[f"{_COMMON}.{dist.get_rank()}"] = _pickled(common)
+    state[f"{_COMMON}.{dist.get_rank()}"] = _write_pickle(common)
     state_dict_saver.save(
         state,
         checkpoint_id=None if iteration is None else str(iteration),
@@ -89,14 +89,14 @@ def load(sharded_state_dict: dict[str, Any], *, name: str = "default") -> dict[s
     force_all_tensors_to_non_fp8(sharded_state_dict)
     wanted, own, factories = load_preprocess(sharded_state_dict)
     wanted, _ = extract_sharded_base(wanted)
-    common: dict[str, Any] = reader.value(_common_key(reader))
+    common: dict[str, Any] = reader.read_value(_find_common_key(reader))
     merge(common, own)
     merge(common, _load_shards(wanted, reader))
     loaded: dict[str, Any] = apply_factory_merges(common, factories)
     return loaded
 
 
-def _common_key(reader: GeminiReader) -> str:
+def _find_common_key(reader: GeminiReader) -> str:
     """Return the key of this rank's own values, or of an earlier rank's if fewer ranks saved."""
     known = sum(key.startswith(f"{_COMMON}.") for key in reader.metadata.state_dict_metadata)
     return f"{_COMMON}.{dist.get_rank() % known}"
@@ -117,7 +117,7 @@ def _load_shards(wanted: dict[str, Any], reader: GeminiReader) -> dict[str, Any]
     return found
 
 
-def _pickled(value: Any) -> io.BytesIO:
+def _write_pickle(value: Any) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(value, file)
     return file

@@ -5,7 +5,7 @@ from __future__ import annotations
 _begun: dict[str, int] = {}
 
 
-def next_name(base: str = "default") -> str:
+def choose_next_name(base: str = "default") -> str:
     """Return the name of a training that begins now: `base`, then `base-2` and so on.
 
     The final state of an earlier training is not the state of the next, even if one object runs both. A restarted

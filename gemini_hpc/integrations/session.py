@@ -82,7 +82,7 @@ class StackSession:
 
     Attributes:
         active: True while versions are saved.
-        saved_since: True if a version was saved since the agents chose the version that `shards` returns.
+        saved_since: True if a version was saved since the agents chose the version that `list_shards` returns.
 
     Raises:
         SystemExit: There is a version in memory that this launch cannot load (`Session.try_again`).
@@ -99,7 +99,7 @@ class StackSession:
         self._group: dist.ProcessGroup | None = None
         self._one_at_a_time = threading.Lock()
         self.active = self.saved_since = False
-        self.notes: list[bytes] = []  # notes of the ranks that have one, in the version that `shards` returned
+        self.notes: list[bytes] = []  # notes of the ranks that have one, in the version that `list_shards` returned
         self._session.join()
         self._enter()
 
@@ -137,10 +137,10 @@ class StackSession:
 
     @property
     def chosen_version(self) -> int:
-        """Return the version that `shards` returns; 0 if there is none."""
+        """Return the version that `list_shards` returns; 0 if there is none."""
         return self._session.welcome.chosen_version if self.active else 0
 
-    def _all(self, work: Callable[[], T]) -> T:
+    def _run_on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on all ranks, and return its result on this rank (collective).
 
         Raises:
@@ -153,13 +153,13 @@ class StackSession:
             problem = str(error) or type(error).__name__
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        words = self._words(problem.encode()[:500])
+        words = self._gather_words(problem.encode()[:500])
         for rank, word in enumerate(words):
             if word:
                 raise Refusal(rank, word.decode(errors="replace"))
         return result[0]
 
-    def _words(self, mine: bytes) -> list[bytes]:
+    def _gather_words(self, mine: bytes) -> list[bytes]:
         return collectives.gather_bytes(mine, self._group) if self.world > 1 else [mine]
 
     # ---- saving ----------------------------------------------------------------------------------------
@@ -176,13 +176,13 @@ class StackSession:
             self._session.version += 1
             try:
                 self._save(make)
-                sealed = all(word == b"1" for word in self._words(b"1" if self._sealed() else b"0"))
+                sealed = all(word == b"1" for word in self._gather_words(b"1" if self._wait_for_seal() else b"0"))
             except Refusal as refusal:
                 if refusal.rank == self._session.rank:
-                    self._skipped(str(refusal))
+                    self._report_skipped(str(refusal))
                 return 0
             except Exception as error:  # our own failure must not stop the training
-                self._skipped(f"rank {self._session.rank}: {type(error).__name__}: {error}")
+                self._report_skipped(f"rank {self._session.rank}: {type(error).__name__}: {error}")
                 return 0
             if sealed:
                 with suppress(AgentLost, AgentRefused):
@@ -190,10 +190,12 @@ class StackSession:
                 return self._session.version
             if self._session.rank == 0:
                 waited = f"{self._session.seal_timeout_s:g} s"
-                self._skipped(f"all copies are there, but the agents have not sealed the version within {waited}")
+                self._report_skipped(
+                    f"all copies are there, but the agents have not sealed the version within {waited}"
+                )
             return 0
 
-    def _skipped(self, why: str) -> None:
+    def _report_skipped(self, why: str) -> None:
         self._session.say(f"version {self._session.version} is not saved: {why}")
         if self._session.client is not None:
             self._session.client.queue_event("skipped", self._session.version, why)
@@ -204,24 +206,24 @@ class StackSession:
         Raises:
             Refusal: The save failed on some rank; raised on all ranks.
         """
-        part, packed, least = self._all(lambda: _measured(make()))
+        part, packed, least = self._run_on_all(lambda: _measure_part(make()))
         if self._own.shard is None:
-            totals = [int(word) for word in self._words(str(_roomy(least.total)).encode())]
+            totals = [int(word) for word in self._gather_words(str(_compute_slot_size(least.total)).encode())]
             try:
-                self._all(lambda: self._register(totals))
+                self._run_on_all(lambda: self._register(totals))
             except Refusal:  # perhaps another rank failed: the next save retries on all ranks
                 self._forget()
                 raise
         begun: list[int] = []
         try:
-            layout = self._all(lambda: self._fill(part, packed, least, begun))
-            self._all(lambda: self._spread(begun[0], layout))
+            layout = self._run_on_all(lambda: self._fill(part, packed, least, begun))
+            self._run_on_all(lambda: self._spread(begun[0], layout))
         except BaseException:
             self._abort(begun)
             raise
         self.saved_since = True
 
-    def _sealed(self) -> bool:
+    def _wait_for_seal(self) -> bool:
         """Wait until the version is sealed, and return whether it is.
 
         All ranks' copies are at their holders and must be verified. The wait ends after `seal_timeout_s` seconds.
@@ -266,7 +268,9 @@ class StackSession:
         self._catch_up()
         assert shard is not None
         if least.total > shard.total_bytes:
-            shard = register(client, self._me, self._session.rank, self._session.node_rank, _roomy(least.total))
+            shard = register(
+                client, self._me, self._session.rank, self._session.node_rank, _compute_slot_size(least.total)
+            )
             shard.populate()
             self._own.outgrow(shard)
         layout = SlotLayout.plan(least.manifest_bytes, least.tensor_bytes, shard.total_bytes - least.small_offset)
@@ -335,13 +339,13 @@ class StackSession:
 
     # ---- loading ---------------------------------------------------------------------------------------
 
-    def shards(self) -> list[SavedShard]:
+    def list_shards(self) -> list[SavedShard]:
         """Return all shards of the version to load, by rank; none if there is no version (collective).
 
         Shards that this rank need not read fetch their tensors on request.
         """
         if self.active and self.saved_since:
-            self._again()
+            self._reconnect()
         for attempt in itertools.count(1):
             if not self.active or not self._session.welcome.chosen_version:
                 return []
@@ -351,26 +355,26 @@ class StackSession:
                     self._session.say(f"memory could not serve: {line}")
             mine = range(self._session.rank, welcome.chosen_world, self._session.world)
             try:
-                found = self._all(lambda: {rank: self._fetch(rank) for rank in mine})  # noqa: B023
+                found = self._run_on_all(lambda: {rank: self._fetch(rank) for rank in mine})  # noqa: B023
                 break
             except Refusal as refusal:
                 if refusal.rank == self._session.rank:
                     self._session.say(f"version {welcome.chosen_version} cannot be loaded: {refusal}")
                 if attempt == _ATTEMPTS:
                     self._session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
-            self._again()
+            self._reconnect()
         own = [
             ShardDescription(s.header, s.manifest, s.small_raw if rank == 0 else b"", _note(s))
             for rank, s in found.items()
         ]
         gathered = [
             facts
-            for word in self._words(msgspec.msgpack.encode(own))
+            for word in self._gather_words(msgspec.msgpack.encode(own))
             for facts in msgspec.msgpack.decode(word, type=list[ShardDescription])
         ]
         gathered.sort(key=lambda facts: facts.manifest.rank)
         self.notes = [facts.note for facts in gathered if facts.note]
-        return [found.get(facts.manifest.rank) or self._later(facts) for facts in gathered]
+        return [found.get(facts.manifest.rank) or self._defer_shard(facts) for facts in gathered]
 
     def _fetch(self, rank: int) -> SavedShard:
         """Return a shard from the agents.
@@ -385,12 +389,12 @@ class StackSession:
             raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
         return saved
 
-    def _later(self, facts: ShardDescription) -> SavedShard:
+    def _defer_shard(self, facts: ShardDescription) -> SavedShard:
         """Return a shard that is fetched when one of its tensors is requested."""
         fetched = functools.cache(lambda: self._fetch(facts.manifest.rank))
         return SavedShard(facts.header, facts.manifest, lambda piece: fetched().raw(piece), facts.small)
 
-    def _again(self) -> None:
+    def _reconnect(self) -> None:
         """Reconnect to the agents on all ranks (collective).
 
         The agents verify their copies and choose a version again.
@@ -421,7 +425,7 @@ class StackSession:
         self._forget()
 
 
-def _measured(part: VersionPart) -> tuple[VersionPart, bytes, SlotLayout]:
+def _measure_part(part: VersionPart) -> tuple[VersionPart, bytes, SlotLayout]:
     """Return the part with its manifest as stored, and the smallest layout.
 
     Raises:
@@ -431,7 +435,7 @@ def _measured(part: VersionPart) -> tuple[VersionPart, bytes, SlotLayout]:
     return part, packed, SlotLayout.plan(len(packed), part.manifest.tensor_bytes(), 0)
 
 
-def _roomy(total_bytes: int) -> int:
+def _compute_slot_size(total_bytes: int) -> int:
     """Return the size of a slot for `total_bytes` plus some reserve, in whole pages."""
     wanted = total_bytes + total_bytes // 16 + _SLACK_BYTES
     return wanted - wanted % PAGE_BYTES

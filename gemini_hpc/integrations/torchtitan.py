@@ -94,13 +94,13 @@ class GeminiCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
             return bool(super()._load(step))
         hooks: list[Any] = []
 
-        def first_forward(*_: Any) -> None:
+        def on_first_forward(*_: Any) -> None:
             """Restore the generators, because the data loader has begun meanwhile and has drawn from them."""
             while hooks:
                 hooks.pop().remove()
                 memory.restore_generators()
 
-        hooks += [part.register_forward_pre_hook(first_forward) for part in self._parts]
+        hooks += [part.register_forward_pre_hook(on_first_forward) for part in self._parts]
         return True
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

@@ -50,8 +50,8 @@ def main(words: list[str]) -> program.Program | int:
         return 2
     path = os.environ.get(SOCKET_ENV, "")
     try:
-        if placing.spares(os.environ):
-            placing.tasks_per_node(os.environ)
+        if placing.count_spares(os.environ):
+            placing.count_tasks_per_node(os.environ)
             if not path:
                 place = placing.place_without_agent(os.environ)
                 if place.node_rank < 0:
@@ -67,10 +67,10 @@ def main(words: list[str]) -> program.Program | int:
     imports = ImportLog()
 
     def start(env: Mapping[str, str]) -> RankProcess:
-        why = program.unfit()
+        why = program.find_fork_obstacle()
         if why:
             lines.write_line(f"launch: this attempt imports everything anew: {why}")
-        return RankProcess(env, wanted.argv() if why else ())
+        return RankProcess(env, wanted.build_argv() if why else ())
 
     adopt_orphans()
     try:

@@ -64,7 +64,7 @@ class ImportLog:
                         self._names.append(name)
         self._heard_at = clock.monotonic()
 
-    def due_s(self) -> float | None:
+    def compute_wait_s(self) -> float | None:
         """Return the seconds until there is a module to import, or None if there is none."""
         return max(0.0, self._heard_at + QUIET_S - clock.monotonic()) if self._names else None
 

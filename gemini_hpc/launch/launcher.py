@@ -24,8 +24,8 @@ from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.attempts import NOTHING, End
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.launch.import_log import ImportLog
-from gemini_hpc.launch.placing import rank_environment, spares
-from gemini_hpc.launch.rank_end import Report, describe, in_words
+from gemini_hpc.launch.placing import count_spares, rank_environment
+from gemini_hpc.launch.rank_end import Report, describe, describe_status
 from gemini_hpc.launch.rank_process import RankProcess
 from gemini_hpc.launch.signals import HEEDED_S, SENT, Signals, is_heeded
 from gemini_hpc.node.health_check import find_problem
@@ -66,13 +66,13 @@ class Launcher:
         self._rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
         self._limit = RestartLimit(most)
         self._most = most
-        self._spares = spares(environ) > 0
+        self._spares = count_spares(environ) > 0
         self._attempt = -1 if self._spares else 0
         self._place: local.Place | None = None
         self._status = 0  # exit status of the last rank
         self._failed_at = 0.0  # Unix time at which the last attempt here was over; 0.0: none was
         self._memory = OutOfMemory()
-        self._report = Report(self._named, _say)
+        self._report = Report(self._fetch_ends, _say)
         self._signals = Signals()
         self._sock: socket.socket | None = None
         self._asked = False
@@ -88,9 +88,9 @@ class Launcher:
                 if self._spares and not self._trains():
                     status = self._wait()
                 else:
-                    self._limit.record_start(self._reached())
+                    self._limit.record_start(self._ask_reached())
                     self._memory.begin_attempt()
-                    status = self._attend(self._start(self._environment()))
+                    status = self._attend(self._start(self._build_environment()))
                 if status is not None:
                     self._report.flush(wait=True)
                     self._signals.end()
@@ -99,7 +99,7 @@ class Launcher:
             self._hang_up()
             self._signals.close()
 
-    def _environment(self) -> dict[str, str]:
+    def _build_environment(self) -> dict[str, str]:
         """Return the environment of this attempt.
 
         Ranks of the previous attempt may still exist for a moment, so this attempt's ranks meet at another port.
@@ -145,15 +145,15 @@ class Launcher:
             self._signals.pass_on(rank.pid)
             self._report.flush()
             self._failed_at = clock.time()
-            if rank.ended():
+            if rank.has_ended():
                 assert rank.status is not None
-                return self._after(rank.status, rank)
+                return self._decide_after(rank.status, rank)
             if state is None:
                 continue
             if state.over:
                 return self._end(rank, state)
             if state.attempt > self._attempt and (state.place is not None or not self._spares):
-                return self._next(rank, state)
+                return self._begin_next_attempt(rank, state)
 
     def _end(self, rank: RankProcess, state: local.LaunchState) -> int:
         """Wait for the rank's end when no other attempt follows; return the exit status.
@@ -161,34 +161,34 @@ class Launcher:
         A rank that received a signal has a minute to end by itself.
         """
         if not state.left_out:
-            self._ended_by(LATER_S)
+            self._find_ending_signal(LATER_S)
         _say(f"rank {self._rank}: ending: {state.over}")
-        while not rank.ended():
-            if state.left_out or self._ended_by() is None:
+        while not rank.has_ended():
+            if state.left_out or self._find_ending_signal() is None:
                 rank.kill()
             else:
-                due_s = self._signals.due_s()
+                due_s = self._signals.compute_wait_s()
                 select.select([rank.fd, self._signals.fd], [], [], 1.0 if due_s is None else due_s)
                 self._signals.pass_on(rank.pid)
-        return 0 if state.left_out else _status(rank, state)
+        return 0 if state.left_out else _derive_status(rank, state)
 
-    def _next(self, rank: RankProcess, state: local.LaunchState) -> int | None:
+    def _begin_next_attempt(self, rank: RankProcess, state: local.LaunchState) -> int | None:
         """Begin another attempt, or return the exit status if that attempt would end in the same way."""
         rank.kill()
         end = self._end_of(rank) if rank.raised is not None else NOTHING  # the rank was about to end by itself
         if end.text:
-            state = self._ask(self._said(end)) or state
+            state = self._ask(self._build_request(end)) or state
         again, first = end.repeats(state.before), state.first
         if first.cause is Cause.HUNG and first.host == self._environ.get("SLURMD_NODENAME"):
             self._check(state)
-        why_not = self._limit.judge_failure(self._reached(), again=again, memory=first.memory)
+        why_not = self._limit.judge_failure(self._ask_reached(), again=again, memory=first.memory)
         over = bool(why_not) and (again or first.cause is Cause.HUNG)  # no launcher has decided this yet
         if end.text:
             line = f"{end.text}; not starting the ranks again: {why_not}" if over else ""
             self._report.add(self._attempt, end, rank, line)
         if over:
             self._report_end(over=why_not)
-            state = self._ask(self._said(None)) or state
+            state = self._ask(self._build_request(None)) or state
         if state.over:
             return self._end(rank, state)
         self._attempt, self._place = state.attempt, state.place
@@ -196,25 +196,25 @@ class Launcher:
 
     # ---- the rank's end --------------------------------------------------------------------------------
 
-    def _after(self, status: int, rank: RankProcess) -> int | None:
+    def _decide_after(self, status: int, rank: RankProcess) -> int | None:
         if status == 0:
             self._report_end(done=True)
             return 0
-        ended = f"rank {self._rank} ended with {in_words(status)}"
-        sent = self._ended_by(LATER_S if status - 128 in SENT else 0.0)
+        ended = f"rank {self._rank} ended with {describe_status(status)}"
+        sent = self._find_ending_signal(LATER_S if status - 128 in SENT else 0.0)
         if sent is not None and is_heeded(sent, status):
             end = End(ended, Cause.CONSEQUENCE, number(self._rank), min(status, 255))
             self._report.add(self._attempt, end, rank, "")
             state = self._report_end(end, over=f"somebody sent {sent.name}", given_up=False)
-            return _status(rank, state)
-        if not self._healthy():
+            return _derive_status(rank, state)
+        if not self._wait_until_healthy():
             self._report.add(self._attempt, NOTHING, rank, "")
             return status
-        reached = self._reached()
+        reached = self._ask_reached()
         end = self._end_of(rank, reached)
         # A rank that fails because of another one reports after that rank, and then has nothing to report.
         wait_s = TOLD_S if end.cause is Cause.CONSEQUENCE else 0.0
-        state = self._ask(msgspec.structs.replace(self._said(end), wait_s=wait_s))
+        state = self._ask(msgspec.structs.replace(self._build_request(end), wait_s=wait_s))
         if state is not None and state.over:
             self._report.add(self._attempt, end, rank, "")
             return self._end(rank, state)
@@ -230,7 +230,7 @@ class Launcher:
             self._report.add(self._attempt, end, rank, f"{end.text}; not starting the ranks again: {why_not}")
             self._report_end(end, over=why_not)
             self._report.flush(wait=True)
-            return self._named(self._attempt)[0].status or status
+            return self._fetch_ends(self._attempt)[0].status or status
         if not begun:
             state = self._report_end(end, failed=True)
         follows = state is not None and not state.over and state.attempt > self._attempt
@@ -245,7 +245,7 @@ class Launcher:
             return None
         if not follows:
             _say(f"not starting the ranks again: {state.over or 'the agents do not agree'}")
-            return _ending(state).status or status
+            return _find_last_end(state).status or status
         rank.kill()
         self._attempt, self._place = state.attempt, state.place
         return None
@@ -253,9 +253,11 @@ class Launcher:
     def _end_of(self, rank: RankProcess, reached: Reached | None = None) -> End:
         """Return the evidence of the rank's end in this attempt."""
         host = self._environ.get("SLURMD_NODENAME", "")
-        return describe(rank, number(self._rank), host, reached or self._reached(), self._memory, spares=self._spares)
+        return describe(
+            rank, number(self._rank), host, reached or self._ask_reached(), self._memory, spares=self._spares
+        )
 
-    def _named(self, attempt: int) -> tuple[End, End]:
+    def _fetch_ends(self, attempt: int) -> tuple[End, End]:
         """Return the first end of an attempt, as the agents know it, and that of the attempt before."""
         state = self._ask(local.LaunchRequest(self._step, attempt))
         if state is None:
@@ -269,18 +271,18 @@ class Launcher:
         if not state.check or state.left_out:
             return
         began = clock.monotonic()
-        problem = find_problem(state.check, lambda: self._signals.asked_since(began), _say)
+        problem = find_problem(state.check, lambda: self._signals.was_asked_since(began), _say)
         if problem is not None:
             _say(f"this node is not healthy: {problem.text}")
-            self._ask(msgspec.structs.replace(self._said(None), unhealthy=problem.text))
+            self._ask(msgspec.structs.replace(self._build_request(None), unhealthy=problem.text))
             clock.sleep(LEAVE_S)
 
-    def _said(self, end: End | None) -> local.LaunchRequest:
+    def _build_request(self, end: End | None) -> local.LaunchRequest:
         """Return a request that reports this attempt."""
         cause = end.cause if end is not None else None
         return local.LaunchRequest(self._step, self._attempt, rank=number(self._rank), cause=cause, end=end)
 
-    def _ended_by(self, wait_s: float = 0.0) -> signal.Signals | None:
+    def _find_ending_signal(self, wait_s: float = 0.0) -> signal.Signals | None:
         """Return the signal that ended the step, or None.
 
         This process receives the signal as well, perhaps a little later.
@@ -293,13 +295,13 @@ class Launcher:
             return last[0]
         return None
 
-    def _healthy(self) -> bool:
+    def _wait_until_healthy(self) -> bool:
         """Wait while a node is silent; return False if a node is dead or no agent can tell.
 
         Launchers do not restart ranks then.
         """
         said, began = False, clock.monotonic()
-        while not self._signals.asked_since(began) and clock.monotonic() < began + SUSPECT_S:
+        while not self._signals.was_asked_since(began) and clock.monotonic() < began + SUSPECT_S:
             verdict = ask_verdict(self._path)
             if verdict is not None and verdict.dead and not verdict.spared:
                 _say(f"rank {self._rank}: {', '.join(verdict.dead)[:200]} dead: not starting the ranks again")
@@ -314,7 +316,7 @@ class Launcher:
             clock.sleep(HEALTHY_LOOK_S)
         return False
 
-    def _reached(self) -> Reached | None:
+    def _ask_reached(self) -> Reached | None:
         verdict = ask_verdict(self._path)
         return None if verdict is None else Reached(verdict.sealed, verdict.begun)
 
@@ -323,7 +325,7 @@ class Launcher:
     def _wait_message(self, rank: RankProcess | None) -> local.LaunchState | None:
         """Wait for the rank's end or the agent's message about its step; return the message."""
         try:
-            sock = self._connected()
+            sock = self._ensure_socket()
             if not self._asked:
                 ask = local.LaunchRequest(self._step, self._attempt, wait_s=WAIT_S, idle=rank is None)
                 sock.sendall(local.encode(ask))
@@ -339,13 +341,13 @@ class Launcher:
         poll.register(self._imports.fd, select.POLLIN)
         if self._signals.fd >= 0:
             poll.register(self._signals.fd, select.POLLIN)
-        dues_s = (self._imports.due_s(), self._signals.due_s(), self._report.due_s())
+        dues_s = (self._imports.compute_wait_s(), self._signals.compute_wait_s(), self._report.compute_wait_s())
         waits_s = [s for s in dues_s if s is not None]
         most_s = min([*waits_s, WAIT_S if sock is not None else RETRY_S])
         ready = {fd for fd, _ in poll.poll(most_s * 1000)}
         if self._imports.fd in ready:
             self._imports.read()
-        elif not ready and self._imports.due_s() == 0.0:
+        elif not ready and self._imports.compute_wait_s() == 0.0:
             self._imports.take_one()
         if sock is None or sock.fileno() not in ready:
             return None
@@ -359,7 +361,7 @@ class Launcher:
         clock.sleep(RETRY_S)  # the agent belongs to another incarnation or is restarting
         return None
 
-    def _connected(self) -> socket.socket:
+    def _ensure_socket(self) -> socket.socket:
         if self._sock is None:
             self._sock = connect(self._path)
             self._asked = False
@@ -381,7 +383,7 @@ class Launcher:
     ) -> local.LaunchState | None:
         """Report the rank's end to the agents; return the agent's answer, or None without a timely one."""
         said = msgspec.structs.replace(
-            self._said(end),
+            self._build_request(end),
             failed=end.text if failed and end is not None else "",
             done=done,
             over=over[:200],
@@ -406,19 +408,19 @@ class Launcher:
             clock.sleep(RETRY_S)
 
 
-def _ending(state: local.LaunchState) -> End:
+def _find_last_end(state: local.LaunchState) -> End:
     """Return the end of the last attempt; another attempt may have begun before that one was judged."""
     return state.last if state.last.text else state.first
 
 
-def _status(rank: RankProcess, state: local.LaunchState | None) -> int:
+def _derive_status(rank: RankProcess, state: local.LaunchState | None) -> int:
     """Return the exit status if no other attempt follows.
 
     A victim's own status would hide the cause. srun ends the remaining ranks with SIGTERM after one has failed.
     """
     status = rank.status or 0
     victim = rank.killed or rank.cause is Cause.CONSEQUENCE or status - 128 in SENT
-    first = _ending(state).status if state is not None and victim else 0
+    first = _find_last_end(state).status if state is not None and victim else 0
     return first or status
 
 

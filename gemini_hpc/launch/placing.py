@@ -14,7 +14,7 @@ class Uneven(ValueError):
     """An error: the step has different numbers of tasks on its nodes."""
 
 
-def tasks_per_node(environ: Mapping[str, str]) -> int:
+def count_tasks_per_node(environ: Mapping[str, str]) -> int:
     """Return the number of tasks on each node of this step from Slurm's variables: "2(x4)" is 2.
 
     Raises:
@@ -28,7 +28,7 @@ def tasks_per_node(environ: Mapping[str, str]) -> int:
     return int(count)
 
 
-def spares(environ: Mapping[str, str]) -> int:
+def count_spares(environ: Mapping[str, str]) -> int:
     """Return the number of the job's nodes that wait to replace a lost one."""
     return number(environ.get(SPARES_ENV, ""))
 
@@ -42,7 +42,7 @@ def place_without_agent(environ: Mapping[str, str]) -> local.Place:
     hosts = hostlist.expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     if not hosts:
         raise ValueError("a job with spares needs Slurm's list of its hosts, and SLURM_JOB_NODELIST is not set")
-    nodes, position = max(1, len(hosts) - spares(environ)), number(environ.get("SLURM_NODEID", ""))
+    nodes, position = max(1, len(hosts) - count_spares(environ)), number(environ.get("SLURM_NODEID", ""))
     port = ports.compute_master_port(
         number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", ""))
     )
@@ -55,7 +55,7 @@ def rank_environment(environ: Mapping[str, str], place: local.Place) -> dict[str
     Raises:
         Uneven: The nodes have different numbers of tasks.
     """
-    here, local_rank = tasks_per_node(environ), number(environ.get("SLURM_LOCALID", ""))
+    here, local_rank = count_tasks_per_node(environ), number(environ.get("SLURM_LOCALID", ""))
     return {
         "RANK": str(place.node_rank * here + local_rank),
         "WORLD_SIZE": str(place.nodes * here),

@@ -30,7 +30,7 @@ class Program:
     module: bool
     arguments: tuple[str, ...]
 
-    def argv(self) -> list[str]:
+    def build_argv(self) -> list[str]:
         """Return the command that runs the script as a new process, with this interpreter's options."""
         given = sys.orig_argv[1:]
         options = given[: given.index("-m")] if "-m" in given else []
@@ -41,12 +41,12 @@ class Program:
 
         A module that cannot be imported is left to the script.
         """
-        self._arrive()
+        self._set_path_and_argv()
         if self.module:
             return
         try:
             with open(self.script, "rb") as file:
-                names = imported(file.read())
+                names = list_imports(file.read())
         except (OSError, SyntaxError, ValueError):
             return
         for name, taken in names.items():
@@ -55,7 +55,7 @@ class Program:
             for name in _LATER:
                 get(name)
 
-    def _arrive(self) -> None:
+    def _set_path_and_argv(self) -> None:
         if not sys.flags.safe_path:
             sys.path[0] = os.getcwd() if self.module else os.path.dirname(os.path.realpath(self.script))
         sys.argv = [self.script, *self.arguments]
@@ -63,14 +63,14 @@ class Program:
     def run(self) -> None:
         """Run the script in the process of one attempt. Raises whatever the script raises."""
         _as_if_new()
-        self._arrive()
+        self._set_path_and_argv()
         if self.module:
             runpy.run_module(self.script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(self.script, run_name="__main__")
 
 
-def imported(source: bytes) -> dict[str, list[str]]:
+def list_imports(source: bytes) -> dict[str, list[str]]:
     """Return modules that a script imports at its top level, in order.
 
     Each comes with the names that `from` imports. Relative imports are not included.
@@ -95,7 +95,7 @@ def get(name: str, taken: Sequence[str] = ()) -> None:
             __import__(name, fromlist=taken)
 
 
-def unfit() -> str:
+def find_fork_obstacle() -> str:
     """Return why this process must not be forked, or "".
 
     A child has only the thread that forks, and cannot use a device that its parent has opened.

@@ -35,7 +35,7 @@ def describe(
     raised = process.raised
     cause = raised if raised is not None else process.cause or Cause.CONSEQUENCE
     status = process.status if process.status and not process.killed else 1
-    words, told = (process.note.words if raised is not None else ""), in_words(status)
+    words, told = (process.note.words if raised is not None else ""), describe_status(status)
     killed = status == 128 + signal.SIGKILL
     lacking = cause is not Cause.CONSEQUENCE and (killed or cause is Cause.RAISED) and memory.has_happened()
     detail = "; ".join(filter(None, (words, memory.describe_kill() if lacking else "")))
@@ -53,7 +53,7 @@ def describe(
     return End(text[:300], cause, rank, min(status, 255), host[:300], key[:300], lacking, clock.time())
 
 
-def in_words(status: int) -> str:
+def describe_status(status: int) -> str:
     """Return an exit status for people: the name of the signal, if any, else the number.
 
     Args:
@@ -94,7 +94,7 @@ class Report:
         words, traceback = (process.note.words, process.note.text) if raised else ("", "")
         self._left.append(_Left(clock.monotonic() + SETTLE_S, attempt, end, line, words, traceback))
 
-    def due_s(self) -> float | None:
+    def compute_wait_s(self) -> float | None:
         """Return the seconds until a line is due, or None if there is none."""
         return max(0.0, self._left[0].due - clock.monotonic()) if self._left else None
 
@@ -104,8 +104,8 @@ class Report:
         Args:
             wait: Wait for all lines to become due and print them.
         """
-        while self._left and (wait or not self.due_s()):
-            clock.sleep(self.due_s() or 0.0)
+        while self._left and (wait or not self.compute_wait_s()):
+            clock.sleep(self.compute_wait_s() or 0.0)
             left = self._left.pop(0)
             named, before = self._named(left.attempt)
             first = not named.text or named.rank == left.end.rank

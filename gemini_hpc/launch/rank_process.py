@@ -84,10 +84,10 @@ class Forked(Exception):
 
 def adopt_orphans() -> None:
     """Make this process the parent of a dead rank's children (such as data loader workers)."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
@@ -105,7 +105,7 @@ class RankProcess:
             OSError: The fork failed.
             Forked: Raised in the new process.
         """
-        self._others = frozenset(_children())
+        self._others = frozenset(_list_children())
         self.note = _Note()
         lines.flush_streams()
         launcher = os.getpid()
@@ -120,7 +120,7 @@ class RankProcess:
     @staticmethod
     def _prepare_child(launcher: int, env: Mapping[str, str], command: Sequence[str]) -> None:
         """Prepare the new process: it ends with its launcher and handles signals by default."""
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:
             os._exit(1)
         for number in SENT:
@@ -134,7 +134,7 @@ class RankProcess:
             lines.write_line(f"launch: {command[0]}: {error.strerror}")
         os._exit(127)
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether the process has ended; `status` is then its exit status as a shell reports it."""
         if self.status is None:
             pid, word = os.waitpid(self.pid, os.WNOHANG)
@@ -167,10 +167,10 @@ class RankProcess:
     def kill(self) -> None:
         """Kill the process and all its descendants, and wait up to 10 s until none is left."""
         deadline = clock.monotonic() + _KILL_S
-        self.killed = self.killed or not self.ended()
+        self.killed = self.killed or not self.has_ended()
         while clock.monotonic() < deadline:
-            self.ended()
-            left = [pid for pid in _children() if pid not in self._others]
+            self.has_ended()
+            left = [pid for pid in _list_children() if pid not in self._others]
             if not left:
                 return
             for pid in left:
@@ -202,7 +202,7 @@ def leave_traceback(error: BaseException) -> None:
         note.leave(mistake.format_traceback(error))
 
 
-def _children() -> list[int]:
+def _list_children() -> list[int]:
     found: list[int] = []
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError), open(f"/proc/self/task/{task}/children", encoding="ascii") as file:

@@ -122,7 +122,7 @@ class Signals:
         with suppress(BlockingIOError):
             os.write(self._wake, b"!")
 
-    def due_s(self) -> float | None:
+    def compute_wait_s(self) -> float | None:
         """Return the seconds until `pass_on` has a signal to send, or None if none arrived."""
         if self.fd >= 0:
             with suppress(BlockingIOError):
@@ -138,7 +138,7 @@ class Signals:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-    def asked_since(self, moment: float) -> bool:
+    def was_asked_since(self, moment: float) -> bool:
         """Return whether a signal that asks to end arrived since this moment (monotonic seconds)."""
         return self.asked is not None and self.asked[1] >= moment
 

@@ -59,25 +59,25 @@ def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, vers
         ValueError: On all ranks, if shapes or types of an array differ between ranks.
         OSError: On all ranks, if a phase fails on any rank.
     """
-    _agree(words, _lacking(), RuntimeError)
+    _agree(words, _check_h5py(), RuntimeError)
     datasets = plan([msgspec.msgpack.decode(raw, type=ShardManifest) for raw in words.gather_data(arrays.packed)])
     attributes = {"training": name, "version": version, "world": comm.Get_size(), "time": int(clock.time())}
     directory, last = os.path.split(os.path.abspath(path))
     temporary = f"{directory}/.{last}.tmp"
 
     def agree(phase: Callable[[], object]) -> None:
-        _agree(words, _problem(path, phase), OSError)
+        _agree(words, _try_phase(path, phase), OSError)
 
-    def by_first(phase: Callable[[], object]) -> None:
+    def run_on_first(phase: Callable[[], object]) -> None:
         agree(phase if words.rank == 0 else lambda: None)
 
     done = False
     try:
-        by_first(lambda: _make(temporary, datasets, attributes))
+        run_on_first(lambda: _make(temporary, datasets, attributes))
         # fail before any rank waits for others in MPI-IO: the path may exist on rank 0's node only
         agree(lambda: os.close(os.open(temporary, os.O_RDWR)))
         _fill(agree, temporary, datasets, arrays, words.rank, comm, info)
-        by_first(lambda: publish(temporary, directory, last))
+        run_on_first(lambda: publish(temporary, directory, last))
         done = True
     finally:
         if words.rank == 0 and not done:
@@ -111,7 +111,7 @@ def plan(manifests: Sequence[ShardManifest]) -> list[Dataset]:
     return list(found.values())
 
 
-def _lacking() -> str:
+def _check_h5py() -> str:
     """Return why this rank's h5py cannot write archives, or "" if it can."""
     try:
         import h5py
@@ -190,13 +190,13 @@ def _fill(
     agree(lambda: opened.append(hdf5.open_together(temporary, comm, info)))
     file = opened[0]
     try:
-        agree(lambda: _values(file, datasets, arrays, rank))
+        agree(lambda: _write_values(file, datasets, arrays, rank))
         agree(file.flush)
     finally:
         file.close()
 
 
-def _values(file: Any, datasets: Sequence[Dataset], arrays: Arrays, rank: int) -> None:
+def _write_values(file: Any, datasets: Sequence[Dataset], arrays: Arrays, rank: int) -> None:
     """Write this rank's values.
 
     A dataset whose boxes are each one contiguous stretch of the file is written by its owners alone. Any other
@@ -205,12 +205,12 @@ def _values(file: Any, datasets: Sequence[Dataset], arrays: Arrays, rank: int) -
     """
     from gemini_hpc.tier import hdf5
 
-    mine = {(piece.row, piece.offset): values for piece, values in arrays.pieces()}
+    mine = {(piece.row, piece.offset): values for piece, values in arrays.list_pieces()}
     numbers = {row.key: number for number, row in enumerate(arrays.manifest.rows)}
     failed: Exception | None = None
     for dataset in datasets:
         offsets = [offset for (offset, _), owner in dataset.boxes.items() if owner == rank]
-        together = not all(_one_stretch(size, dataset.row.shape) for _, size in dataset.boxes)
+        together = not all(_is_one_stretch(size, dataset.row.shape) for _, size in dataset.boxes)
         if not offsets and not together:
             continue
         values: Array | None = mine[numbers[dataset.row.key], offsets[0]] if offsets else None
@@ -222,7 +222,7 @@ def _values(file: Any, datasets: Sequence[Dataset], arrays: Arrays, rank: int) -
         raise failed
 
 
-def _one_stretch(size: Shape, shape: Shape) -> bool:
+def _is_one_stretch(size: Shape, shape: Shape) -> bool:
     """Return whether a box has no gaps in its whole array.
 
     All dimensions after the first one with more than one element must be complete.
@@ -231,7 +231,7 @@ def _one_stretch(size: Shape, shape: Shape) -> bool:
     return size[several + 1 :] == shape[several + 1 :] or not math.prod(size)
 
 
-def _problem(path: str, what: Callable[[], object]) -> str:
+def _try_phase(path: str, what: Callable[[], object]) -> str:
     """Run `what`; return its error in words, or ""."""
     try:
         what()

@@ -59,7 +59,7 @@ class Arrays:
             if not name or not isinstance(name, str):
                 raise TypeError(f"{name!r}: array names must be strings")
             part = value if isinstance(value, Part) else None
-            array = _writable(name, part.array if part else value)
+            array = _as_writable(name, part.array if part else value)
             shape = tuple(int(n) for n in part.shape) if part else array.shape
             offset = tuple(int(n) for n in part.offset) if part else (0,) * array.ndim
             dtype = _name(array.dtype)
@@ -83,7 +83,7 @@ class Arrays:
             ValueError: The new array has another shape or type.
         """
         held = self._held[name]
-        array = _writable(name, value)
+        array = _as_writable(name, value)
         if (array.shape, array.dtype) != (held.array.shape, held.array.dtype):
             raise ValueError(
                 f"{name} was {held.array.shape} {held.array.dtype}, the new one is {array.shape} {array.dtype}"
@@ -92,21 +92,21 @@ class Arrays:
 
     def store(self, area: memoryview) -> None:
         """Copy all arrays into a slot's tensor area."""
-        for piece, held in self._pieces():
+        for piece, held in self._list_held_pieces():
             size = self.manifest.nbytes(piece)
             target = np.frombuffer(area[piece.at : piece.at + size], dtype=held.array.dtype)
             np.copyto(target.reshape(held.array.shape), held.array)
 
-    def pieces(self) -> list[tuple[Piece, Array]]:
+    def list_pieces(self) -> list[tuple[Piece, Array]]:
         """Return each box with its values, contiguous in memory, as bytes if they are stored as bytes."""
         found = []
-        for piece, held in self._pieces():
+        for piece, held in self._list_held_pieces():
             values = np.asarray(held.array, order="C")
             plain = _name(values.dtype) is not None
             found.append((piece, values if plain else values.reshape(-1).view("uint8")))
         return found
 
-    def _pieces(self) -> list[tuple[Piece, _Held]]:
+    def _list_held_pieces(self) -> list[tuple[Piece, _Held]]:
         held = list(self._held.values())
         return [(piece, held[piece.row]) for piece in self.manifest.pieces]
 
@@ -138,13 +138,13 @@ class Arrays:
                     raise ValueError(
                         f"{row.key} is {row.shape} {row.dtype}, was saved as {there.shape} {there.dtype}"
                     )
-                both = _overlap(held.offset, have.shape, piece.offset, piece.size)
-                if both is None or have[_slices(both, held.offset)].all():
+                both = _intersect_boxes(held.offset, have.shape, piece.offset, piece.size)
+                if both is None or have[_build_slices(both, held.offset)].all():
                     continue
-                values = saved.values(piece, held.array.dtype if there.dtype != "uint8" else np.dtype("uint8"))
-                here = _slices(both, held.offset)
+                values = saved.view_piece(piece, held.array.dtype if there.dtype != "uint8" else np.dtype("uint8"))
+                here = _build_slices(both, held.offset)
                 have[here] = True
-                sources.append((here, values[_slices(both, piece.offset)]))
+                sources.append((here, values[_build_slices(both, piece.offset)]))
         if not have.all():
             where = (
                 "" if same or row.shared else " (the array is not a Part: only as many ranks as saved it can load it)"
@@ -178,13 +178,13 @@ class Saved:
             raise ValueError("a copy does not match its header")
         return cls(manifest, memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
 
-    def values(self, piece: Piece, dtype: np.dtype[Any]) -> Array:
+    def view_piece(self, piece: Piece, dtype: np.dtype[Any]) -> Array:
         """Return a piece as an array over the shard's memory."""
         data = self.area[piece.at : piece.at + self.manifest.nbytes(piece)]
         return np.frombuffer(data, dtype=dtype).reshape(piece.size)
 
 
-def _writable(name: str, value: Any) -> Array:
+def _as_writable(name: str, value: Any) -> Array:
     """Return an array over the memory of an object with a writable buffer."""
     if isinstance(value, np.ndarray):
         array = value
@@ -209,11 +209,11 @@ def _size(held: _Held) -> Shape:
     return held.array.shape if _name(held.array.dtype) is not None else held.row.shape
 
 
-def _overlap(a: Shape, a_size: Shape, b: Shape, b_size: Shape) -> tuple[tuple[int, int], ...] | None:
+def _intersect_boxes(a: Shape, a_size: Shape, b: Shape, b_size: Shape) -> tuple[tuple[int, int], ...] | None:
     """Return begin and end of two boxes' intersection in each dimension, or None if it is empty."""
     both = tuple((max(x, y), min(x + n, y + k)) for x, n, y, k in zip(a, a_size, b, b_size, strict=True))
     return None if any(begin >= end for begin, end in both) else both
 
 
-def _slices(both: tuple[tuple[int, int], ...], origin: Shape) -> Any:
+def _build_slices(both: tuple[tuple[int, int], ...], origin: Shape) -> Any:
     return tuple(slice(begin - at, end - at) for (begin, end), at in zip(both, origin, strict=True)) or ...

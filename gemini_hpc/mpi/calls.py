@@ -72,7 +72,7 @@ class Calls:
             session.verdict.reject()
         return calls
 
-    def differ(self, calls: Sequence[Call]) -> bool:
+    def report_difference(self, calls: Sequence[Call]) -> bool:
         """Return whether the ranks disagree about this version, and report the difference once."""
         session, difference = self._session, describe_difference(calls)
         if not difference:

@@ -231,14 +231,14 @@ class Checkpointer:
             self._step()
             if self._summaries is not None:
                 sends = bool(self._session.outgoing)
-                self._summaries.send_summary(lambda: interval.state(sends=sends), now=interval.j != j)
+                self._summaries.send_summary(lambda: interval.build_state(sends=sends), now=interval.j != j)
         finally:
             interval.leave()
 
     def _step(self) -> None:
         session, interval = self._session, self._interval
         if not (session.version or self._resumed) and session.protected:
-            if self._calls.differ(self._calls.meet("step()")):
+            if self._calls.report_difference(self._calls.meet("step()")):
                 return
             session.end_unresumed_protection()
         session.count_step()
@@ -247,11 +247,11 @@ class Checkpointer:
         if not session.protected or not interval.saves(session.version):
             return
         # registering is collective, so the ranks must agree on the call first
-        if not self._kept and self._calls.differ(self._calls.meet("step()")):
+        if not self._kept and self._calls.report_difference(self._calls.meet("step()")):
             return
         began, apart_s = clock.monotonic(), 0.0
         begun: dict[int, int] = {}
-        with self._guarded():
+        with self._catch_failures():
             if self._finish_previous(interval.patience_s):
                 settled = clock.monotonic()
                 kept = bool(self._kept) or self._register()
@@ -259,18 +259,18 @@ class Checkpointer:
                 begun = self._begin_slots() if kept else {}
         # Compare all ranks first: if one rank acted alone, the others would wait for it forever.
         came = clock.monotonic()
-        calls = self._calls.meet("step()", ready=bool(begun), lost=self._lost, need=interval.need())
+        calls = self._calls.meet("step()", ready=bool(begun), lost=self._lost, need=interval.compute_need())
         met = clock.monotonic()
-        interval.met(met - came)
+        interval.record_meeting(met - came)
         interval.adopt_needs([call.need for call in calls], session.version)
         lost = next((call.lost for call in calls if call.lost), "")
         if lost and not session.verdict.reject():  # else this rank has reported it already
             session.say_once(f"this program is no longer protected: {lost}")
-        if self._calls.differ(calls) or lost or not all(call.ready for call in calls):
+        if self._calls.report_difference(calls) or lost or not all(call.ready for call in calls):
             self._abort(begun)
             begun = {}
         if begun:
-            with self._guarded():
+            with self._catch_failures():
                 self._save(begun)
         spent_s = (came - began - apart_s) + (clock.monotonic() - met)
         interval.spend(spent_s)
@@ -291,13 +291,13 @@ class Checkpointer:
         own_s = spent_s - waited_s if self._interval.beside else spent_s
         self._cost_s += own_s
         if began is not None:
-            self._interval.cost(self._cost_s)
+            self._interval.record_cost(self._cost_s)
             self._cost_s = 0.0
             if self._interval.beside:
                 self._interval.latency.begin_version(VersionTimes(self._last, taken_at=began))
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _catch_failures(self) -> Iterator[None]:
         """Keep failures of the checkpointer from the program; the ranks learn of them in the next call."""
         try:
             yield
@@ -341,7 +341,7 @@ class Checkpointer:
         shard.populate()
         return shard
 
-    def _shard(self, rank: int) -> MappedShard[MappedSlot]:
+    def _get_shard(self, rank: int) -> MappedShard[MappedSlot]:
         shard = self._kept[rank].shard
         assert shard is not None
         return shard
@@ -377,7 +377,7 @@ class Checkpointer:
         """Store the arrays and start the exchange, once all ranks have slots for this version."""
         arrays, layout = self._arrays, self._arrays.layout
         index = begun[self._rank]
-        slot = self._shard(self._rank).slots[index]
+        slot = self._get_shard(self._rank).slots[index]
         slot.content = Content()
         view = slot.view()
         if not slot.has_manifest:
@@ -389,28 +389,28 @@ class Checkpointer:
         own = view[: layout.small_offset]
         arrivals = {}
         for rank in self._session.incoming:
-            kept = self._shard(rank).slots[begun[rank]]
+            kept = self._get_shard(rank).slots[begun[rank]]
             kept.content = Content()
             arrivals[rank] = kept.view()[: self._used[rank]]
         with self._wake:
             self._begun, self._last = begun, self._session.version
             # half of the time that the other ranks wait for the digest
-            patience_s = self._session.seal_timeout_s / 2 if self._landed(self._rank, index, "") else 0.0
+            patience_s = self._session.seal_timeout_s / 2 if self._report_landed(self._rank, index, "") else 0.0
             reads = _digest_of(slot, stamp, own, clock.monotonic() + patience_s)
             self._exchange = Exchange(
-                self._comm, own, reads, self._session.outgoing, arrivals, self._chunk_bytes, self._arrived
+                self._comm, own, reads, self._session.outgoing, arrivals, self._chunk_bytes, self._report_arrival
             )
             self._wake.notify_all()
 
-    def _arrived(self, rank: int, told: str) -> None:
+    def _report_arrival(self, rank: int, told: str) -> None:
         """Report another rank's shard that is complete in its slot. The agent reads it before it counts the copy."""
-        self._landed(rank, self._begun[rank], told)
+        self._report_landed(rank, self._begun[rank], told)
 
-    def _landed(self, rank: int, index: int, told: str) -> bool:
+    def _report_landed(self, rank: int, index: int, told: str) -> bool:
         """Return whether the agent takes this version, whose digest is `told`; "": the agent makes it."""
         session, used = self._session, self._used[rank]
         assert session.client is not None
-        slot = self._shard(rank).slots[index]
+        slot = self._get_shard(rank).slots[index]
         slot.content = Content(session.epoch, self._last, used, told)
         message = local.Landed(
             training=session.name, rank=rank, version=self._last, slot=index, used=used, digest=told
@@ -457,7 +457,7 @@ class Checkpointer:
         patience, moved_at = Patience(), clock.monotonic()
         while not exchange.over:
             with self._lock:
-                moved = exchange.progress()
+                moved = exchange.advance()
             now = clock.monotonic()
             moved_at = now if moved else moved_at
             late = now - began > most_s and not exchange.over
@@ -479,9 +479,9 @@ class Checkpointer:
     def _move(self) -> None:
         patience, moved = Patience(), False
         while not self._closed and not self._lost:
-            with self._wake, self._guarded():
+            with self._wake, self._catch_failures():
                 self._wake.wait_for(lambda: self._closed or not (self._exchange is None or self._exchange.over))
-                moved = self._exchange is not None and not self._closed and self._exchange.progress()
+                moved = self._exchange is not None and not self._closed and self._exchange.advance()
             patience(moved)
 
     # ---- the archive -----------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ class Checkpointer:
             self._closed = True
             self._wake.notify_all()
         if not self._calls.apart:
-            self._calls.differ(self._calls.meet("close()"))
+            self._calls.report_difference(self._calls.meet("close()"))
         self._session.finish(success=True)
         for keeper in self._kept.values():
             keeper.close()

@@ -33,16 +33,16 @@ class _Stream:
     def over(self) -> bool:
         return self._at >= len(self.memory) and not self._open
 
-    def digests(self) -> Any:
+    def post_digest(self) -> Any:
         """Return the request for the digest."""
         self._open += 1
         return self._post(self.digest, self.rank, _DIGEST_TAG)
 
-    def ended(self) -> None:
+    def record_end(self) -> None:
         """Record the end of one request."""
         self._open -= 1
 
-    def next(self) -> Any:
+    def post_next(self) -> Any:
         """Return another request, or None if none is left or enough are in flight."""
         if self._open >= WINDOW or self._at >= len(self.memory):
             return None
@@ -83,7 +83,7 @@ class Exchange:
         self._requests: list[Any] = []
         self._streams: list[_Stream] = []
         for stream in streams:
-            self._add(stream, stream.digests())
+            self._add(stream, stream.post_digest())
         for stream in [*streams, *self._owed]:
             self._fill(stream)
 
@@ -92,7 +92,7 @@ class Exchange:
         self._streams.append(stream)
 
     def _fill(self, stream: _Stream) -> None:
-        while (request := stream.next()) is not None:
+        while (request := stream.post_next()) is not None:
             self._add(stream, request)
 
     def _send_digest(self) -> bool:
@@ -102,7 +102,7 @@ class Exchange:
             return False
         for stream in self._owed:
             stream.digest = bytearray(told.encode())
-            self._add(stream, stream.digests())
+            self._add(stream, stream.post_digest())
         self._owed = []
         return True
 
@@ -111,7 +111,7 @@ class Exchange:
         """Return whether all data has been sent and received."""
         return not (self._requests or self._owed)
 
-    def progress(self) -> bool:
+    def advance(self) -> bool:
         """Let MPI work; return whether any request completed."""
         from mpi4py import MPI
 
@@ -120,7 +120,7 @@ class Exchange:
         for index in sorted(done or (), reverse=True):
             del self._requests[index]
             stream = self._streams.pop(index)
-            stream.ended()
+            stream.record_end()
             self._fill(stream)
             if stream.over and stream in self._receiving:
                 self._arrived(stream.rank, stream.digest.decode("ascii", "replace"))

@@ -88,7 +88,7 @@ class SaveInterval:
         """Record the end of a `step()`."""
         self._left_at = clock.monotonic()
 
-    def met(self, seconds: float) -> None:
+    def record_meeting(self, seconds: float) -> None:
         """Record the seconds that the ranks' meeting in a `step()` took on this rank."""
         self._met_s = seconds
 
@@ -96,13 +96,13 @@ class SaveInterval:
         """Record seconds that the program has lost now."""
         self._budget.spend(seconds)
 
-    def cost(self, seconds: float) -> None:
+    def record_cost(self, seconds: float) -> None:
         """Record the seconds of the program that one version has cost at any j, meetings excluded."""
         self._cost.add(seconds)
 
     # ---- the choice ------------------------------------------------------------------------------------
 
-    def need(self) -> Need:
+    def compute_need(self) -> Need:
         """Return what this rank needs, for all ranks."""
         if self._every or not self._cost.known:
             return Need(0, self._met_s)
@@ -124,7 +124,7 @@ class SaveInterval:
             self.j = max(need.j for need in needs)
             self._told.end_first_phase(self._budget)
             because = next(rank for rank, need in enumerate(needs) if need.j == self.j)
-            self._told.report(self.j, self._awaited, lambda news: self._why(), mine=self._rank == because)
+            self._told.report(self.j, self._awaited, lambda news: self._find_reason(), mine=self._rank == because)
         self._next = version + self.j
 
     @property
@@ -132,7 +132,7 @@ class SaveInterval:
         """Return the iterations until a version is awaited: to the end of the one in which the next is saved."""
         return self.j + 1
 
-    def _why(self) -> Reason:
+    def _find_reason(self) -> Reason:
         """Return the reason why not every version is saved, as this rank measures it, and a remedy."""
         usual_s, own_s = self._pace.usual_s, self._cost.whole_s
         if own_s <= self._overhead * usual_s:
@@ -142,7 +142,7 @@ class SaveInterval:
             helps = "MPI_THREAD_MULTIPLE: with it copies travel beside the program"
         return Reason(f"step() takes {own_s:.2g} s to capture the state in iterations of {usual_s:.2g} s", helps)
 
-    def state(self, *, sends: bool) -> TrafficState:
+    def build_state(self, *, sends: bool) -> TrafficState:
         """Return the state for the agent.
 
         Args:

@@ -97,7 +97,7 @@ def check(
     joining.check_name(name)
 
 
-def ranks(group: Any) -> TorchRanks:
+def build_ranks(group: Any) -> TorchRanks:
     """Return the ranks of a `process_group=` argument.
 
     Raises:

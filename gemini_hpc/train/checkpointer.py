@@ -105,7 +105,7 @@ class Checkpointer:
     ) -> None:
         optimizers, stateful, modules = arguments.sort_out(model, optimizer, scheduler, scaler, loader, extra)
         arguments.check(name, max_repeated, seal_timeout_s, hold_s, audit, ownership, traffic)
-        ranks, self._apart = arguments.ranks(process_group), process_group is not None
+        ranks, self._apart = arguments.build_ranks(process_group), process_group is not None
         unsupported = ""
         try:
             tree = StateTree(model, optimizers, stateful, modules)
@@ -129,7 +129,7 @@ class Checkpointer:
         meetings = self._meetings = Meetings(ranks, name, session.say)
         self._engine = SaveEngine(session, tree, traffic, ranks=ranks, ownership=ownership, max_repeated=max_repeated)
         self._gate = OptimizerGate(session, self._engine, tree, self._not_given, max_repeated, self._times)
-        self._engine.frozen = self._gate.frozen
+        self._engine.frozen = self._gate.freeze_optimizers
         uncaptured = Uncaptured(tree, self._not_given)
         self._versions = Versions(session, self._engine, self._gate, tree, meetings, uncaptured, scaler, audit)
         told: list[str] = []
@@ -142,7 +142,7 @@ class Checkpointer:
             except Exception as error:  # e.g. the user's own state_dict() fails, but may work at step 1
                 session.find(f"the state could not be read yet: {type(error).__name__}: {error}")
         meetings.meet("Checkpointer()")
-        session.join(self._cannot_join(), told)
+        session.join(self._explain_unprotected(), told)
         self._engine.connect()
         self._restorer = Restorer(
             session,
@@ -162,9 +162,9 @@ class Checkpointer:
                 lambda text: session.say(f"rank {session.rank}: {text}"),
                 lambda error: session.record_event("raised", mistake.describe_error(error)),
             )
-            atexit.register(_at_exit, weakref.ref(self))
+            atexit.register(_on_exit, weakref.ref(self))
 
-    def _cannot_join(self) -> str:
+    def _explain_unprotected(self) -> str:
         """Return the reason why this rank cannot be protected, or ""."""
         if self._unsupported:
             return f"rank {self._session.rank}: {self._unsupported}"
@@ -174,7 +174,7 @@ class Checkpointer:
 
     def _join_anew(self) -> None:
         """Send `Hello` again, so that the agents choose a version again. Collective."""
-        self._session.join_anew(self._cannot_join())
+        self._session.join_anew(self._explain_unprotected())
         self._engine.connect()
 
     # ---- resuming --------------------------------------------------------------------------------------
@@ -189,10 +189,10 @@ class Checkpointer:
             ValueError: The saved state belongs to another training (other parameters, optimizers or buffers).
         """
         version = self._restorer.resume()
-        self._restored()
+        self._adopt_loaded_version()
         return version
 
-    def _restored(self) -> None:
+    def _adopt_loaded_version(self) -> None:
         """Make the loaded version the starting point of the gate, the engine and the versions."""
         found = self._restorer.found
         if found.stamp is None:
@@ -223,7 +223,7 @@ class Checkpointer:
         """
         trained = self._session.version != self._restorer.resumed_at or self._engine.planning.capture is not None
         version = self._restorer.reject(reason, fresh=fresh, trained=trained)
-        self._restored()
+        self._adopt_loaded_version()
         return version
 
     def restore_generators(self) -> None:
@@ -249,14 +249,14 @@ class Checkpointer:
             return
         began, session = time.perf_counter(), self._session
         if not session.version:
-            self._restorer.begins()
+            self._restorer.report_missing_resume()
         session.count_step()
         session.report_first_seal()
         self._gate.passed = False
         self._versions.capture_step()
-        self._gate.taken()
+        self._gate.record_step()
         session.report_first_iteration()
-        self._times.stepped(time.perf_counter() - began)
+        self._times.record_step(time.perf_counter() - began)
 
     @property
     def gate_in_closure(self) -> bool:
@@ -336,7 +336,7 @@ class Checkpointer:
             self.close()
         else:
             if self._holding is not None:
-                self._holding.error(error)
+                self._holding.on_error(error)
             self._end(success=False)
 
     def _end(self, *, success: bool, goes_on: bool = False) -> None:
@@ -362,10 +362,10 @@ class Checkpointer:
         engine.shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
         session.finish(success=success)
         if engine.wait_ended(_LAST_S) and (success or goes_on):
-            for keeper in engine.keepers():
+            for keeper in engine.list_keepers():
                 keeper.close()
 
-    def _exiting(self) -> None:
+    def _end_at_exit(self) -> None:
         """End the checkpointer at interpreter exit without `close()`.
 
         Hold the process if a node is dead. End the threads, because Python aborts over live ones.
@@ -431,11 +431,11 @@ class Checkpointer:
             "received": {r.rank: r.landed for r in engine.receivers},
             "times": {**asdict(self._times), "seal_wait_s": self._gate.waited_s if replicator else 0.0},
             "findings": list(session.findings),
-            "not_given": self._not_given.names(),
+            "not_given": self._not_given.list_classes(),
         }
 
 
-def _at_exit(me: weakref.ref[Checkpointer]) -> None:
+def _on_exit(me: weakref.ref[Checkpointer]) -> None:
     checkpointer = me()
     if checkpointer is not None:
-        checkpointer._exiting()
+        checkpointer._end_at_exit()

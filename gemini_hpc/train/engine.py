@@ -103,8 +103,8 @@ class SaveEngine:
         self._parity: StripeParity | None = None
         self._arming: threading.Thread | None = None
         self._listening = False
-        session.keepers = self.keepers
-        session.on_lost.append(self._lost)
+        session.keepers = self.list_keepers
+        session.on_lost.append(self._on_protection_lost)
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -145,11 +145,11 @@ class SaveEngine:
         """Return whether the ranks can reach an agreement during training."""
         return self.controller is not None and self.controller.agrees
 
-    def keepers(self) -> list[TensorShardOwner]:
+    def list_keepers(self) -> list[TensorShardOwner]:
         """Return the replicator and the receivers, which hold memory of the agent."""
         return [*([self.replicator] if self.replicator else []), *self.receivers]
 
-    def _lost(self, reason: str) -> None:
+    def _on_protection_lost(self, reason: str) -> None:
         if self.driver is not None and not self._session.protected:
             self.driver.fail(reason)
 
@@ -203,11 +203,11 @@ class SaveEngine:
             say=session.note,
             broken=session.end_protection,
             catch_up=self._catch_up,
-            pins=self._pins(plan) if self.driver is None else None,
+            pins=self._create_pins(plan) if self.driver is None else None,
         )
         if self.driver is None:
-            self.planning.may_change(first.gathered, plan.alone)
-        self.controller = self._control(plan, self.replicator)
+            self.planning.allow_replanning(first.gathered, plan.alone)
+        self.controller = self._create_controller(plan, self.replicator)
         if session.redundancy.parity:
             blocks, others = session.redundancy.parity, session.targets[me.rank]
             self._parity = StripeParity(me, session.client, others, session.homes, blocks, lambda: session.version)
@@ -220,11 +220,14 @@ class SaveEngine:
             ]
             self.receivers = [*reserved]
             self.replicator.share(
-                [Replica(session.name, session.client, one, session.epoch, self._differs) for one in reserved]
+                [
+                    Replica(session.name, session.client, one, session.epoch, self._record_difference)
+                    for one in reserved
+                ]
             )
         if plan.live and self.frozen is not None and self.driver is None:
-            self._rescuer = Rescuer(me, session.client, self.frozen, self._at_once, self._shared)
-        self._live_on(plan)
+            self._rescuer = Rescuer(me, session.client, self.frozen, self._hurry_copy, self._get_own_and_capture)
+        self._report_live_nodes(plan)
         if session.welcome.replicas == 1 and len(set(session.homes)) > 1:
             session.say_once(_ONE_LIVES if self._rescuer is not None else _ONE_ALONE)
         if self.driver is not None:
@@ -235,22 +238,22 @@ class SaveEngine:
         )
         self._arming.start()
 
-    def _pins(self, plan: Plan) -> Pins | None:
+    def _create_pins(self, plan: Plan) -> Pins | None:
         """Return the pinned buffers for copies from a device, or None.
 
         For copies over NCCL the driver has its own.
         """
         pin = pins.choose_pin(plan.capture.device)
 
-        def refused(reason: str) -> None:
+        def report_refusal(reason: str) -> None:
             slow = f"copies from the device are slow, because they pass through other memory: {reason}"
             told = f"rank {self._session.rank}: {slow}"
             self._session.find(told)
             self._session.say(told)
 
-        return Pins(pin, refused) if pin is not None else None
+        return Pins(pin, report_refusal) if pin is not None else None
 
-    def _control(self, plan: Plan, replicator: Replicator) -> IntervalController:
+    def _create_controller(self, plan: Plan, replicator: Replicator) -> IntervalController:
         session, homes = self._session, self._session.homes
         assert session.client is not None
         on_device = plan.capture.on_device
@@ -312,7 +315,7 @@ class SaveEngine:
             return whole
         return whole * self._session.redundancy.parity // len(self._session.outgoing)
 
-    def _live_on(self, plan: Plan) -> None:
+    def _report_live_nodes(self, plan: Plan) -> None:
         """Report to the agent the nodes whose ranks have this rank's shard in their tensors."""
         session = self._session
         self._own = plan.own
@@ -322,12 +325,12 @@ class SaveEngine:
         if self._rescuer is not None:
             self._rescuer.lives_on(nearest)
 
-    def _at_once(self, job: CaptureJob) -> None:
+    def _hurry_copy(self, job: CaptureJob) -> None:
         """Hurry the copy of a version. Called from the rescuer's thread."""
         job.urgent = job.wanted = True
         self.pacer.hurry()
 
-    def _shared(self) -> tuple[Mapping[str, Own], Capture]:
+    def _get_own_and_capture(self) -> tuple[Mapping[str, Own], Capture]:
         assert self.planning.capture is not None
         return self._own, self.planning.capture
 
@@ -335,7 +338,7 @@ class SaveEngine:
         """Follow another plan, from the next version on."""
         assert self.replicator is not None
         self.replicator.adopt_plan(plan)
-        self._live_on(plan)
+        self._report_live_nodes(plan)
         if self.controller is not None:
             self.controller.resize(self._copy_bytes(plan), self._profile_key(plan))
 
@@ -345,7 +348,7 @@ class SaveEngine:
                 with suppress(AgentLost, AgentRefused):  # a later version fills the shard
                     receiver.catch_up()
 
-    def _differs(self, why: str) -> None:
+    def _record_difference(self, why: str) -> None:
         """Record that a copy made here differs from its home's shard. Called from the saving thread."""
         self._session.note("differs", self._session.version, why)
         if self.planning.replanning is not None:
@@ -504,12 +507,12 @@ class SaveEngine:
         """
         deadline = clock.monotonic() + patience_s
 
-        def left_s() -> float:
+        def count_seconds_left() -> float:
             return max(0.0, deadline - clock.monotonic())
 
         if self._arming is not None:
-            self._arming.join(left_s())
+            self._arming.join(count_seconds_left())
         ended = self._arming is None or not self._arming.is_alive()
-        ended = (self.replicator is None or self.replicator.stop(left_s())) and ended
-        ended = (self._rescuer is None or self._rescuer.close(left_s())) and ended
-        return all(receiver.join(left_s()) for receiver in self.receivers) and ended
+        ended = (self.replicator is None or self.replicator.stop(count_seconds_left())) and ended
+        ended = (self._rescuer is None or self._rescuer.close(count_seconds_left())) and ended
+        return all(receiver.join(count_seconds_left()) for receiver in self.receivers) and ended

@@ -82,15 +82,15 @@ class Hold:
         self._before = sys.excepthook
         self._over = False
         self._pid = os.getpid()
-        sys.excepthook = self._uncaught
+        sys.excepthook = self._on_uncaught
 
     def end(self) -> None:
         """End all holding: the training is over."""
         self._over = True
-        if sys.excepthook == self._uncaught:
+        if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._before
 
-    def error(self, error: BaseException) -> None:
+    def on_error(self, error: BaseException) -> None:
         """Handle an error that ends the training: hold a communication error, report any other.
 
         A communication error blocks while a node may be dead. An error that was handled before is ignored.
@@ -106,23 +106,23 @@ class Hold:
             f"communication failed ({type(error).__name__}); asking the agents whether a node is dead (up to "
             f"{self._hold_s:g} s)"
         )
-        wait_for_verdict(self._verdict, self._hold_s, self._say)
+        wait_for_verdict(self._ask_verdict, self._hold_s, self._say)
 
     def exit(self) -> None:
         """Block at interpreter exit while a node is dead.
 
         The script has not declared the training's end, so it may have swallowed an error.
         """
-        verdict = self._verdict()
+        verdict = self._ask_verdict()
         if verdict is not None and verdict.dead:
             self._say(f"node {', '.join(verdict.dead)} is dead; waiting for Slurm")
-            wait_for_verdict(self._verdict, self._hold_s, lambda text: None)
+            wait_for_verdict(self._ask_verdict, self._hold_s, lambda text: None)
 
-    def _verdict(self) -> Verdict | None:
+    def _ask_verdict(self) -> Verdict | None:
         return ask_verdict(self._path)
 
-    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            self.error(error)
+            self.on_error(error)
         finally:
             self._before(kind, error, trace)

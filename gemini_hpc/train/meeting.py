@@ -57,13 +57,13 @@ class Meetings:
         store = self._store
         if store is None:
             return
-        key = self._key(call)
+        key = self._build_key(call)
         store.set(f"{key}/{self._rank}", "here")
         came = store.add(f"{key}/came", 1)
         if came == self._world:
             store.set(f"{key}/all", "here")
         if came < self._world:
-            with self._telling(call, key, posted=True):
+            with self._watch_absent(call, key, posted=True):
                 self._wait(store, call, key, within_s)
         self._counts[f"{self._name}/{call}"] += 1
 
@@ -72,9 +72,9 @@ class Meetings:
         while not store.check([f"{key}/all"]):
             waited_s = clock.monotonic() - began
             if waited_s > within_s and store.add(f"{key}/came", -1) < self._world - 1:
-                late = self._late(store, key)
+                late = self._list_late(store, key)
                 store.delete_key(f"{key}/{self._rank}")
-                raise RuntimeError(f"{call} is collective: {_named(late)} did not call it within {within_s:g} s")
+                raise RuntimeError(f"{call} is collective: {_name_ranks(late)} did not call it within {within_s:g} s")
             if waited_s > within_s:  # the last rank has come at this moment and goes on
                 return
             clock.sleep(min(_LONGEST_NAP_S, max(0.001, waited_s / 8)))
@@ -85,19 +85,19 @@ class Meetings:
         if self._store is None:
             yield
             return
-        key = self._key(call)
+        key = self._build_key(call)
         self._counts[f"{self._name}/{call}"] += 1
-        with self._telling(call, key, posted=False):
+        with self._watch_absent(call, key, posted=False):
             yield
 
-    def _key(self, call: str) -> str:
+    def _build_key(self, call: str) -> str:
         """Return the store's key of a call, equal on all ranks that have made as many such calls before."""
         return f"gemini/{self._name}/{call}/{self._counts[f'{self._name}/{call}']}"
 
     # ---- saying ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _telling(self, call: str, key: str, *, posted: bool) -> Iterator[None]:
+    def _watch_absent(self, call: str, key: str, *, posted: bool) -> Iterator[None]:
         """Report for which ranks this rank waits.
 
         Args:
@@ -128,26 +128,26 @@ class Meetings:
                 store.set(f"{key}/{self._rank}", "here")
             if over.wait(TELL_S - _POST_S) or store.add(f"{key}/told", 1) != 1:
                 return
-            late = self._late(store, key)
+            late = self._list_late(store, key)
         except RuntimeError:  # the store has gone; the wait ends with an error, too
             return
         if not late or over.is_set():
             return
         here = [rank for rank in range(self._world) if rank not in late]
         self._say(
-            f"{_named(here)} {'has' if len(here) == 1 else 'have'} waited {TELL_S:g} s in {call} for {_named(late)}: "
-            "the training stands still until all ranks have called it. Call it on every rank; where only some ranks "
-            "train, make the Checkpointer on those, with process_group="
+            f"{_name_ranks(here)} {'has' if len(here) == 1 else 'have'} waited {TELL_S:g} s in {call} for "
+            f"{_name_ranks(late)}: the training stands still until all ranks have called it. Call it on every rank; "
+            "where only some ranks train, make the Checkpointer on those, with process_group="
         )
         over.wait()
         if there.is_set():
             self._say(f"all ranks are in {call} now, after {clock.monotonic() - began:.0f} s")
 
-    def _late(self, store: Store, key: str) -> list[int]:
+    def _list_late(self, store: Store, key: str) -> list[int]:
         return [rank for rank in range(self._world) if not store.check([f"{key}/{rank}"])]
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     """Return a phrase that names the first ranks by number."""
     named = ", ".join(map(str, ranks[:_NAMED]))
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""

@@ -40,20 +40,20 @@ class NotGiven:
         """Return whether the optimizer belongs to any training in this process."""
         return any(each.has(optimizer) for each in self._everybodys)
 
-    def names(self) -> list[str]:
+    def list_classes(self) -> list[str]:
         """Return the classes of all objects that were not passed, for the report."""
-        return sorted(f"{type(o).__module__}.{type(o).__qualname__}" for o in self._found(_KINDS, self._given))
+        return sorted(f"{type(o).__module__}.{type(o).__qualname__}" for o in self._find_objects(_KINDS, self._given))
 
-    def sentences(self) -> list[str]:
+    def list_sentences(self) -> list[str]:
         """Return a sentence on this training's schedulers and one on gradient scalers that were not passed.
 
         An object held by one that was passed belongs to that object's state and is not reported.
         """
-        if not self._schedulers_and_scalers():
+        if not self._find_schedulers_and_scalers():
             return []
         gc.collect()  # drop unused objects that only wait for the collector
-        found = self._schedulers_and_scalers()
-        inside = {id(o) for o in _held_by(found)}
+        found = self._find_schedulers_and_scalers()
+        inside = {id(o) for o in _walk_held(found)}
         schedulers = [o for o in found if isinstance(o, _SCHEDULER)]
         outer = [o for o in schedulers if id(o) not in inside] or schedulers
         sentences = []
@@ -70,13 +70,13 @@ class NotGiven:
             )
         return sentences
 
-    def _schedulers_and_scalers(self) -> list[Any]:
+    def _find_schedulers_and_scalers(self) -> list[Any]:
         givers = [o for each in self._everybodys for o in each._given]
-        known = {id(o) for o in _held_by(givers)}
-        found = self._found((_SCHEDULER, _SCALER), givers)
+        known = {id(o) for o in _walk_held(givers)}
+        found = self._find_objects((_SCHEDULER, _SCALER), givers)
         return [o for o in found if id(o) not in known and not (isinstance(o, _SCALER) and not o.is_enabled())]
 
-    def _found(self, kinds: tuple[type, ...], given: Iterable[Any]) -> list[Any]:
+    def _find_objects(self, kinds: tuple[type, ...], given: Iterable[Any]) -> list[Any]:
         ids = {id(o) for o in given}
         objects = (o for o in gc.get_objects() if issubclass(type(o), kinds) and id(o) not in ids)
         return [
@@ -84,18 +84,18 @@ class NotGiven:
         ]
 
 
-def _held_by(objects: Iterable[Any]) -> Iterator[Any]:
+def _walk_held(objects: Iterable[Any]) -> Iterator[Any]:
     """Yield the values of the objects' attributes, including those in containers."""
     seen: set[int] = set()
-    layer = [item for o in objects for item in _items(o)]
+    layer = [item for o in objects for item in _list_items(o)]
     for _ in range(_DEEP):
         fresh = {id(o): o for o in layer if id(o) not in seen}
         seen |= fresh.keys()
         yield from fresh.values()
-        layer = [item for o in fresh.values() for item in _items(o)]
+        layer = [item for o in fresh.values() for item in _list_items(o)]
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _list_items(value: Any) -> Iterable[Any]:
     if isinstance(value, _NO_HOLDERS):
         return ()
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):

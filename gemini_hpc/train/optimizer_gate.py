@@ -37,14 +37,14 @@ class Times:
     worst_step_s: float = 0.0
     worst_hook_s: float = 0.0
 
-    def stepped(self, spent_s: float) -> None:
+    def record_step(self, spent_s: float) -> None:
         """Count the seconds of one `step()`."""
         self.steps += 1
         self.step_s += spent_s
         if self.steps > _WARM_UP:
             self.worst_step_s = max(self.worst_step_s, spent_s)
 
-    def hooked(self, spent_s: float) -> None:
+    def record_wait(self, spent_s: float) -> None:
         """Count the seconds of one wait before the optimizer."""
         self.hook_s += spent_s
         if self.steps > _WARM_UP:
@@ -92,7 +92,7 @@ class OptimizerGate:
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         session.on_lost.append(self._let_go)
         # A compiled step calls the hook uncompiled: Dynamo would trace its frames and warn about their content.
-        hook = torch.compiler.disable(partial(_pre_hook, weakref.ref(self)))  # type: ignore[no-untyped-call]
+        hook = torch.compiler.disable(partial(_on_step, weakref.ref(self)))  # type: ignore[no-untyped-call]
         self._hook = register_optimizer_step_pre_hook(hook)
         graphs.watch(self)
 
@@ -118,7 +118,7 @@ class OptimizerGate:
 
     # ---- before the optimizer --------------------------------------------------------------------------
 
-    def before(self, optimizer: torch.optim.Optimizer) -> None:
+    def wait_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait before an optimizer's step. Only the first such call after `step()` has an effect."""
         if graphs.record_capture(optimizer) or not self._is_ours(optimizer):
             return
@@ -152,9 +152,9 @@ class OptimizerGate:
         if steps is None and len(self.strange) < _SEVERAL and not any(graph is known for known in self.strange):
             self.strange.append(graph)
         for optimizer in steps or ():
-            self.before(optimizer)
+            self.wait_before_step(optimizer)
 
-    def knows_the_strange(self) -> bool:
+    def adopt_strange_graph(self) -> bool:
         """Return whether a single CUDA graph must have changed the weights.
 
         Called when weights have changed and no optimizer was seen. If only one unknown graph was replayed, its
@@ -166,13 +166,13 @@ class OptimizerGate:
         self.stepped = True
         return True
 
-    def taken(self) -> None:
+    def record_step(self) -> None:
         """Record the call of `step()`: the tensors stay unchanged until the next optimizer step."""
         self.stepped = self._writing = False
         self.strange.clear()
 
     @contextmanager
-    def frozen(self) -> Iterator[CaptureJob | None]:
+    def freeze_optimizers(self) -> Iterator[CaptureJob | None]:
         """Block the optimizers and yield the version that the tensors hold now.
 
         Yield None while the tensors are being changed, or if that version was not captured. Called from another
@@ -209,11 +209,11 @@ class OptimizerGate:
         if controller is not None and controller.scheme != "none" and session.protected:
             if session.guard.is_leaving():
                 self._stand_by(job)
-            session.guard.wait_sealed(self._indispensable(max(controller.repeats, self._max_repeated)))
+            session.guard.wait_sealed(self._find_indispensable(max(controller.repeats, self._max_repeated)))
         spent = time.perf_counter() - began
         if controller is not None:
             controller.record_wait(spent, spent - (session.guard.waited_s - failing_s))
-        self._times.hooked(spent)
+        self._times.record_wait(spent)
 
     def _wait_for_others(self, patience_s: float) -> None:
         """Wait until the other ranks have given up this version, too.
@@ -240,7 +240,7 @@ class OptimizerGate:
             self._engine.pacer.record_wait()
             session.guard.stand_by()
 
-    def _indispensable(self, repeats: int) -> tuple[int, int]:
+    def _find_indispensable(self, repeats: int) -> tuple[int, int]:
         """Return the (epoch, version) without which a failure repeats too many steps.
 
         Without it, a failure after the next step repeats more than `repeats` steps.
@@ -339,7 +339,7 @@ class OptimizerGate:
             )
 
 
-def _pre_hook(
+def _on_step(
     me: weakref.ref[OptimizerGate], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the optimizer's changed arguments, or None to leave them unchanged."""
@@ -348,12 +348,12 @@ def _pre_hook(
         return None
     closure: Callable[[], Any] | None = kwargs.get("closure")
     if closure is None or not gate.in_closure:
-        gate.before(optimizer)
+        gate.wait_before_step(optimizer)
         return None
 
-    def and_wait() -> Any:
+    def call_and_wait() -> Any:
         loss = closure()
-        gate.before(optimizer)
+        gate.wait_before_step(optimizer)
         return loss
 
-    return args, {**kwargs, "closure": and_wait}
+    return args, {**kwargs, "closure": call_and_wait}

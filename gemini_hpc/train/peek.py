@@ -24,7 +24,7 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
     version.
     """
     path = os.environ.get(joining.SOCKET_ENV, "")
-    ranks = arguments.ranks(process_group)
+    ranks = arguments.build_ranks(process_group)
     distributed = ranks.group is not None
     rank = ranks.rank if distributed else _number("RANK", 0)
     world = ranks.world if distributed else _number("WORLD_SIZE", 1)

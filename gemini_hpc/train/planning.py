@@ -107,7 +107,7 @@ class Planning:
 
     # ---- the first plan --------------------------------------------------------------------------------
 
-    def first(
+    def plan_first(
         self,
         leaves: list[Leaf],
         odd: dict[tuple[int, str, str], Any],
@@ -139,12 +139,12 @@ class Planning:
             try:
                 draft = Draft.of(self._tree, leaves, odd, self._session.world, lifting=self._transport != "nccl")
             except NotGivenError as error:
-                self.not_given(error)
+                self.skip_not_given(error)
                 ready = False
             except Exception as error:
                 failure = error
         told = uncaptured.take_sentences()
-        offers = self._all(_Offer(ready=ready, entries=draft.shared if ready else [], told=told), failure)
+        offers = self._exchange_offers(_Offer(ready=ready, entries=draft.shared if ready else [], told=told), failure)
         self._session.say_shared([o.told for o in offers])
         if not all(o.ready for o in offers):
             return None
@@ -155,7 +155,7 @@ class Planning:
             total_bytes = plan.layout.total
         except Exception as error:
             failure = error
-        offers = self._all(_Offer(total_bytes=total_bytes, told=uncaptured.find_when_planned()), failure)
+        offers = self._exchange_offers(_Offer(total_bytes=total_bytes, told=uncaptured.find_when_planned()), failure)
         self._session.say_shared([o.told for o in offers])
         totals = [o.total_bytes for o in offers]
         self.capture, self._layout_bytes, self._apart = plan.capture, total_bytes, plan.alone
@@ -187,14 +187,14 @@ class Planning:
     def _join(self, join: Join, leaves: list[Leaf], layout: SlotLayout) -> None:
         """Let copies go over NCCL, or report once why they do not. Collective."""
 
-        def all_ranks(word: bytes) -> list[bytes]:
-            return [offer.word for offer in self._all(_Offer(word=word), None)]
+        def gather_words(word: bytes) -> list[bytes]:
+            return [offer.word for offer in self._exchange_offers(_Offer(word=word), None)]
 
-        if reason := join([local(leaf.tensor) for leaf in leaves], layout, all_ranks):
+        if reason := join([local(leaf.tensor) for leaf in leaves], layout, gather_words):
             self._session.find(f"transport: {reason}")
             self._session.say_once(f"copies go over host, not over NCCL: {reason}")
 
-    def _all(self, offer: _Offer, failure: Exception | None) -> list[_Offer]:
+    def _exchange_offers(self, offer: _Offer, failure: Exception | None) -> list[_Offer]:
         """Exchange offers with all ranks and return every rank's offer. Collective.
 
         Raises:
@@ -217,14 +217,14 @@ class Planning:
 
     # ---- planning anew ---------------------------------------------------------------------------------
 
-    def may_change(self, gathered: list[list[TensorEntry]], alone: frozenset[str]) -> Replanning:
+    def allow_replanning(self, gathered: list[list[TensorEntry]], alone: frozenset[str]) -> Replanning:
         """Allow that another plan follows the current one from now on."""
         self.replanning = Replanning(
             Divergence(gathered, alone, self._session.rank),
             offer=self._offer_anew,
             adopt=self._adopt,
             lose=self._session.end_protection,
-            tensors=self._replicated,
+            tensors=self._collect_tensors,
         )
         return self.replanning
 
@@ -259,7 +259,7 @@ class Planning:
         self._misfits |= found
         return True
 
-    def not_given(self, error: NotGivenError) -> None:
+    def skip_not_given(self, error: NotGivenError) -> None:
         """Skip a version that lacks the state of an object. Report each object's mistake once."""
         session, why = self._session, str(error)
         if why not in self._told:
@@ -272,17 +272,17 @@ class Planning:
         session.count("skipped")
         session.record_event("skipped", f"rank {session.rank}: {why}")
 
-    def fits(self) -> None:
+    def record_fit(self) -> None:
         """Record that all tensors are as planned."""
         self._changing.clear()
 
-    def alone(self) -> None:
+    def replan_alone(self) -> None:
         """Plan again at once if the training has a single rank, which needs no agreement."""
         if self._session.world == 1 and self.replanning is not None and self.replanning.wanted:
             self.replanning.on_round([1])
             self.replanning.adopt_offers([self.replanning.build_offer()], self._session.version)
 
-    def _replicated(self) -> dict[str, torch.Tensor]:
+    def _collect_tensors(self) -> dict[str, torch.Tensor]:
         leaves, _ = self._tree.leaves()
         return {leaf.key: local(leaf.tensor) for leaf in leaves}
 
@@ -301,7 +301,7 @@ class Planning:
             )
             offer = _Offer(entries=self._draft.shared)
         except NotGivenError as error:
-            self.not_given(error)
+            self.skip_not_given(error)
             offer = _Offer(ready=False)
         except Exception as error:  # all ranks receive the problem
             offer = _Offer(problem=f"rank {self._session.rank}: {error}")

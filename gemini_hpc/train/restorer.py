@@ -93,7 +93,7 @@ class Restorer:
             session.say_once(session.welcome.notice)
         return self._load() or self._begin_anew()
 
-    def begins(self) -> None:
+    def report_missing_resume(self) -> None:
         """Report, at the first `step()` of a training that begins at 0, that `resume()` was left out."""
         if self.called:
             return

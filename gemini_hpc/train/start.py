@@ -87,7 +87,7 @@ def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> 
 # ---- by name: other programs' checkpoints --------------------------------------------------------------
 
 
-def _plain(tree: StateTree) -> dict[str, torch.Tensor]:
+def _collect_model_tensors(tree: StateTree) -> dict[str, torch.Tensor]:
     """Return the model's parameters and buffers by the model's own names, as far as the model saves them.
 
     Raises:
@@ -110,7 +110,7 @@ def _plain(tree: StateTree) -> dict[str, torch.Tensor]:
 USUAL = ("", "model.", "module.", "state_dict.", "model_state_dict.")
 
 
-def _prefix(names: Iterable[str], keys: Iterable[str]) -> str | None:
+def _find_prefix(names: Iterable[str], keys: Iterable[str]) -> str | None:
     """Return the prefix before all of `names` among `keys`, or None if there is none.
 
     With several models in the file, return the empty prefix or one of the usual words.
@@ -130,7 +130,7 @@ def _prefix(names: Iterable[str], keys: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def _fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> str:
+def _compare_shapes(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> str:
     return "" if tuple(tensor.shape) == shape else f"{name} is {tuple(tensor.shape)} here and {shape} there"
 
 
@@ -147,7 +147,7 @@ def _make_state(tree: StateTree, found: Mapping[tuple[str, str], tuple[tuple[int
     restore.make_optimizer_state(tree, rows, _NONE)
 
 
-def _targets(tree: StateTree, found: Mapping[tuple[str, str], str]) -> dict[str, torch.Tensor]:
+def _find_targets(tree: StateTree, found: Mapping[tuple[str, str], str]) -> dict[str, torch.Tensor]:
     """Return the optimizer's present tensors by the keys under which the source has them."""
     leaves, _ = tree.leaves()
     by = {(leaf.owner.fqn.removeprefix("model."), leaf.name): leaf.tensor for leaf in leaves if leaf.optimizer == 0}
@@ -164,8 +164,8 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
     known = {
         k: v for k, v in reader.read_metadata().state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)
     }
-    model = _plain(tree)
-    prefix = _prefix(model, known)
+    model = _collect_model_tensors(tree)
+    prefix = _find_prefix(model, known)
     if prefix is None:
         raise ValueError(f"{path}: has no tensors with the names of this model, such as {next(iter(model), '')}")
     targets = {prefix + name: tensor for name, tensor in model.items()}
@@ -175,12 +175,12 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
         if found is not None and found[1] in model and len(tree.optimizers) == 1:
             moments[found[1], found[2]] = key
     sizes = {name: (tuple(known[key].size), known[key].properties.dtype) for name, key in moments.items()}
-    _check(path, [_fits(key, tensor, tuple(known[key].size)) for key, tensor in targets.items()])
+    _check(path, [_compare_shapes(key, tensor, tuple(known[key].size)) for key, tensor in targets.items()])
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         if moments:
             _make_state(tree, sizes)
-            targets |= _targets(tree, moments)
+            targets |= _find_targets(tree, moments)
         wanted = {key: tensor.detach() for key, tensor in targets.items() if local(tensor).numel()}
         try:
             state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
@@ -188,7 +188,7 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
         except CheckpointException as error:
             causes = [str(cause).splitlines()[0][:200] for cause, _ in error.failures.values() if str(cause)]
             raise ValueError(f"{path}: cannot be loaded: {(causes or ['damaged'])[0]}") from None
-    return Started(0, f"{_count(model, moments)}, from torch.distributed.checkpoint{_unread(tree)}")
+    return Started(0, f"{_count(model, moments)}, from torch.distributed.checkpoint{_describe_unread(tree)}")
 
 
 def _from_file(tree: StateTree, path: str) -> Started:
@@ -198,29 +198,32 @@ def _from_file(tree: StateTree, path: str) -> Started:
         raise ValueError(
             f"{path}: cannot be loaded as a file of torch.save: {str(error).splitlines()[0][:200]}"
         ) from None
-    model = _plain(tree)
-    saved = next((found for found in _dicts(content, _DEEP) if _prefix(model, found) is not None), None)
+    model = _collect_model_tensors(tree)
+    saved = next((found for found in _walk_dicts(content, _DEEP) if _find_prefix(model, found) is not None), None)
     if saved is None:
         raise ValueError(f"{path}: has no tensors with the names of this model, such as {next(iter(model), '')}")
-    prefix = _prefix(model, saved) or ""
-    _check(path, [_fits(prefix + name, tensor, tuple(saved[prefix + name].shape)) for name, tensor in model.items()])
-    moments = _moments(tree, content) if len(tree.optimizers) == 1 else {}
+    prefix = _find_prefix(model, saved) or ""
+    _check(
+        path,
+        [_compare_shapes(prefix + name, tensor, tuple(saved[prefix + name].shape)) for name, tensor in model.items()],
+    )
+    moments = _collect_moments(tree, content) if len(tree.optimizers) == 1 else {}
     with torch.no_grad():
         for name, tensor in model.items():
             _fill(tensor, saved[prefix + name])
         if moments:
             _make_state(tree, {name: (tuple(t.shape), t.dtype) for name, t in moments.items()})
-            targets = _targets(tree, {name: ".".join(name) for name in moments})
+            targets = _find_targets(tree, {name: ".".join(name) for name in moments})
             for named, tensor in moments.items():
                 _fill(targets[".".join(named)], tensor)
-    return Started(0, f"{_count(model, moments)}, from torch.save{_unread(tree)}")
+    return Started(0, f"{_count(model, moments)}, from torch.save{_describe_unread(tree)}")
 
 
 def _count(model: Sized, moments: Sized) -> str:
     return f"{len(model)} tensors and {len(moments)} of the optimizer"
 
 
-def _unread(tree: StateTree) -> str:
+def _describe_unread(tree: StateTree) -> str:
     """Return a phrase that names this training's other state, which begins anew."""
     extra = tree.with_extra
     more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
@@ -233,17 +236,17 @@ def _check(path: str, problems: Iterable[str]) -> None:
         raise ValueError(f"{path}: does not fit this training: {'; '.join(found[:3])}")
 
 
-def _dicts(value: Any, deep: int) -> Iterable[Mapping[str, Any]]:
+def _walk_dicts(value: Any, deep: int) -> Iterable[Mapping[str, Any]]:
     """Yield a dict of names and the dicts inside it, the outer ones first."""
     if not isinstance(value, Mapping) or not deep:
         return
     if all(isinstance(key, str) for key in value):
         yield {key: item for key, item in value.items() if isinstance(item, torch.Tensor)}
     for item in value.values():
-        yield from _dicts(item, deep - 1)
+        yield from _walk_dicts(item, deep - 1)
 
 
-def _moments(tree: StateTree, content: Any) -> dict[tuple[str, str], torch.Tensor]:
+def _collect_moments(tree: StateTree, content: Any) -> dict[tuple[str, str], torch.Tensor]:
     """Return the tensors of an optimizer's state_dict by (parameter, name).
 
     Parameters go by name, or by number as in its groups. A numbered state_dict with another number of parameters is
@@ -252,7 +255,7 @@ def _moments(tree: StateTree, content: Any) -> dict[tuple[str, str], torch.Tenso
     model = {id(p.tensor): p.fqn.removeprefix("model.") for p in tree.params}
     order = [model.get(id(p), "") for group in tree.optimizers[0].param_groups for p in group["params"]]
     found: dict[tuple[str, str], torch.Tensor] = {}
-    for state, groups in _optimizers(content, _DEEP):
+    for state, groups in _walk_optimizers(content, _DEEP):
         listed = [n for group in groups if isinstance(group, Mapping) for n in group.get("params", ())]
         numbers = [n for n in listed if isinstance(n, int)]  # names need no order
         names = dict(zip(numbers, order, strict=True)) if len(numbers) == len(order) else {}
@@ -264,7 +267,7 @@ def _moments(tree: StateTree, content: Any) -> dict[tuple[str, str], torch.Tenso
     return found
 
 
-def _optimizers(value: Any, deep: int) -> Iterable[tuple[Mapping[Any, Any], list[Any]]]:
+def _walk_optimizers(value: Any, deep: int) -> Iterable[tuple[Mapping[Any, Any], list[Any]]]:
     """Yield each pair of dict and list that looks like an optimizer's state_dict.
 
     A list with one element counts as that element, as Lightning stores it.
@@ -278,7 +281,7 @@ def _optimizers(value: Any, deep: int) -> Iterable[tuple[Mapping[Any, Any], list
         yield state, groups
         return
     for item in value.values():
-        yield from _optimizers(item, deep - 1)
+        yield from _walk_optimizers(item, deep - 1)
 
 
 def _fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:

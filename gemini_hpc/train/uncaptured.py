@@ -27,7 +27,7 @@ class Uncaptured:
         """
         found: list[str] = []
         with suppress(Exception):  # if the state itself cannot be captured, the first plan reports it
-            found += self._handed_out()
+            found += self._describe_handed_out()
         with suppress(Exception):
             for what, why in self._tree.comm_hooks.left_out().items():
                 if self._is_new(what):
@@ -43,7 +43,7 @@ class Uncaptured:
         with suppress(Exception):
             found += self._join()
         with suppress(Exception):  # classes of others may raise
-            found += self._not_given.sentences()
+            found += self._not_given.list_sentences()
         return found
 
     def tell_later(self, sentence: str) -> None:
@@ -70,7 +70,7 @@ class Uncaptured:
             "batches, or use join(throw_on_early_termination=True)"
         ]
 
-    def _handed_out(self) -> Iterator[str]:
+    def _describe_handed_out(self) -> Iterator[str]:
         for where, look in self._tree.handed_out().items():
             names: Sequence[str] = ()
             with suppress(Exception):  # an object whose state_dict() raises hands out no loadable state

@@ -79,7 +79,7 @@ class Versions:
             return True  # after a lower scale: the scaler skipped the optimizer, in an iteration like any other
         if self._stillness.broken(local(param.tensor) for param in self._tree.params):
             self._unstepped = 0
-            self.unseen = not gate.knows_the_strange()
+            self.unseen = not gate.adopt_strange_graph()
             if self.unseen:
                 self._tell_unseen()
             else:
@@ -169,7 +169,7 @@ class Versions:
             engine.controller.step(session.version, engine.under_way)
         if failure is not None:
             raise failure
-        engine.planning.alone()
+        engine.planning.replan_alone()
         capture, controller = engine.planning.capture, engine.controller
         assert capture is not None and engine.replicator is not None and controller is not None
         saves = controller.saves(session.version)
@@ -190,7 +190,7 @@ class Versions:
         """
         session, engine = self._session, self._engine
         if engine.planning.capture is None:
-            first = engine.planning.first(
+            first = engine.planning.plan_first(
                 leaves, odd, failure, ready=ready, join=engine.join, uncaptured=self._uncaptured
             )
             if first is None:
@@ -211,7 +211,7 @@ class Versions:
         if misfits:
             self._skip_mismatched(misfits)
             return
-        planning.fits()
+        planning.record_fit()
         if late and "late" not in session.unsaved:
             session.unsaved["late"] = len(late)
             session.say(
@@ -220,13 +220,13 @@ class Versions:
             )
         if engine.driver is not None:
             engine.driver.flush_copy()
-        if self._too_early():
+        if self._skip_if_early():
             return
         defers = capture.defers if engine.driver is None else nothing_deferred
         try:
             small = self._tree.pack_small(odd, late, session.world, capture.lifted.takes, defers)
         except NotGivenError as error:
-            planning.not_given(error)
+            planning.skip_not_given(error)
             self._gate.forgone = session.version
             return
         gone = capture.lifted.bind(small.lifted)
@@ -254,7 +254,7 @@ class Versions:
         if engine.controller.scheme == "blocking":
             self._gate.wait_sealed(job)
 
-    def _too_early(self) -> bool:
+    def _skip_if_early(self) -> bool:
         """Return whether this version is skipped because the previous one is still being sent."""
         session, engine, late, job = self._session, self._engine, self._gate.late, self._gate.job
         assert engine.controller is not None

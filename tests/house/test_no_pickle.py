@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gemini_hpc"
-ALLOWED = {("integrations/dcp.py", "_of_this_process")}
+ALLOWED = {("integrations/dcp.py", "_load_own_pickle")}
 
 
 def unpickling(path: Path) -> Iterator[tuple[str, str]]:

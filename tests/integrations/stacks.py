@@ -346,7 +346,7 @@ def fabric(o: dict[str, Any], log: Log) -> dict[str, Any]:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-    from gemini_hpc.integrations.fabric import checkpointer
+    from gemini_hpc.integrations.fabric import build_checkpointer
 
     fabric = Fabric(accelerator="cpu", devices=world(), strategy="ddp", plugins=[TorchElasticEnvironment()])
     fabric.launch()
@@ -354,7 +354,9 @@ def fabric(o: dict[str, Any], log: Log) -> dict[str, Any]:
     model, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=0.01))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda n: min(1.0, (n + 1) / 5))
     loader = gemini.StatefulLoader(Texts(70), 2, seed=1, rank=rank(), world=world())
-    ckpt = None if without(o) else checkpointer(fabric, model, optimizer, scheduler, loader, **o.get("kwargs", {}))
+    ckpt = (
+        None if without(o) else build_checkpointer(fabric, model, optimizer, scheduler, loader, **o.get("kwargs", {}))
+    )
     first = ckpt.resume() if ckpt else 0
     batches = loader.forever()
     for step in range(first + 1, o["steps"] + 1):
@@ -376,7 +378,7 @@ def fabric(o: dict[str, Any], log: Log) -> dict[str, Any]:
 def accelerate(o: dict[str, Any], log: Log) -> dict[str, Any]:
     from accelerate import Accelerator
 
-    from gemini_hpc.integrations.accelerate import checkpointer
+    from gemini_hpc.integrations.accelerate import build_checkpointer
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     bare = Net()
@@ -385,7 +387,9 @@ def accelerate(o: dict[str, Any], log: Log) -> dict[str, Any]:
     model, optimizer, scheduler = accelerator.prepare(bare, plain, scheduler)
     loader = gemini.StatefulLoader(Texts(70), 2, seed=1, rank=rank(), world=world())
     ckpt = (
-        None if without(o) else checkpointer(accelerator, model, optimizer, scheduler, loader, **o.get("kwargs", {}))
+        None
+        if without(o)
+        else build_checkpointer(accelerator, model, optimizer, scheduler, loader, **o.get("kwargs", {}))
     )
     step = ckpt.resume() if ckpt else 0
     for batch in loader.forever():

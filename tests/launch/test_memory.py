@@ -47,7 +47,7 @@ for what in sys.argv[2:]:
             os.waitpid(pid, 0)
             os._exit(3)
         os.kill(os.getpid(), 9)
-    while not rank.ended():
+    while not rank.has_ended():
         pass
     end = describe(rank, 3, "n1", Reached((1, 7), 7), memory, spares=False)
     print(end.text, end.key, end.memory, sep="|", flush=True)

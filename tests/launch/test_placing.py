@@ -36,7 +36,7 @@ def test_ranks_follow_the_place_and_not_slurms_task_numbers() -> None:
 @pytest.mark.parametrize("text", ["2(x3),1", "0", "x", "1,2", "9" * 40])
 def test_uneven_steps_are_refused(text: str) -> None:
     with pytest.raises(placing.Uneven, match="same number of tasks"):
-        placing.tasks_per_node({"SLURM_STEP_TASKS_PER_NODE": text})
+        placing.count_tasks_per_node({"SLURM_STEP_TASKS_PER_NODE": text})
 
 
 def test_without_an_agent_the_first_nodes_train() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.launch.import_log import ImportLog
-from gemini_hpc.launch.program import Program, get, imported
+from gemini_hpc.launch.program import Program, get, list_imports
 from gemini_hpc.wire.ports import compute_attempt_port
 
 SCRIPT = """
@@ -25,10 +25,10 @@ def f():
 
 
 def test_what_a_script_imports_at_its_top_level_is_known() -> None:
-    found = imported(SCRIPT.encode())
+    found = list_imports(SCRIPT.encode())
     assert list(found.items()) == [("json", []), ("os.path", []), ("helper", []), ("collections", ["abc"])]
     with pytest.raises(SyntaxError):
-        imported(b"import")
+        list_imports(b"import")
 
 
 def test_what_torch_imports_later_comes_only_with_torch(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_mpi_is_left_to_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_command_of_its_own_has_the_interpreters_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (["-u", "-X", "dev"], []):
         monkeypatch.setattr(sys, "orig_argv", ["python", *given, "-m", "gemini_hpc.launch", "-m", "a", "-x"])
-        assert Program("a", True, ("-x",)).argv() == [sys.executable, *given, "-m", "a", "-x"]
+        assert Program("a", True, ("-x",)).build_argv() == [sys.executable, *given, "-m", "a", "-x"]
 
 
 @pytest.mark.parametrize("module", [False, True])
@@ -128,15 +128,15 @@ def test_what_a_rank_imports_is_imported_by_its_launcher(tmp_path: Path, monkeyp
     (tmp_path / "broken_one.py").write_text("raise RuntimeError\n")
     log = ImportLog()
     try:
-        assert log.due_s() is None
+        assert log.compute_wait_s() is None
         for name in ("lazily_imported", "broken_one", "lazily_imported", "no such-name", "../x", "ä"):
             log.find_spec(name)
         log.read()
-        assert 0 < (log.due_s() or 0) <= 2.0
+        assert 0 < (log.compute_wait_s() or 0) <= 2.0
         log.take_one()
         assert "lazily_imported" in sys.modules
         log.take_one()
-        assert log.due_s() is None and "broken_one" not in sys.modules
+        assert log.compute_wait_s() is None and "broken_one" not in sys.modules
     finally:
         sys.modules.pop("lazily_imported", None)
         os.close(log.fd)

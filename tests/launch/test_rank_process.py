@@ -32,7 +32,7 @@ def rank(run: Callable[[], object]) -> RankProcess:
 
 def ended(process: RankProcess) -> Cause | None:
     assert select.select([process.fd], [], [], 20)[0], "it does not end"
-    assert process.ended()
+    assert process.has_ended()
     return process.cause
 
 
@@ -101,7 +101,7 @@ def test_an_error_is_known_before_the_process_ends() -> None:
 
     process = rank(run)
     assert os.read(told, 1) == b"."
-    assert process.raised is Cause.RAISED and not process.ended()
+    assert process.raised is Cause.RAISED and not process.has_ended()
     process.kill()
     assert process.cause is Cause.RAISED
     os.close(told)

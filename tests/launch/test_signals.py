@@ -34,7 +34,7 @@ if rank == 0:
     while True:
         signal.pause()
 while True:
-    due_s = signals.due_s()
+    due_s = signals.compute_wait_s()
     select.select([signals.fd], [], [], due_s)
     signals.pass_on(rank)
 """

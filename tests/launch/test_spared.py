@@ -75,11 +75,11 @@ def launcher(agents: Agents, most: int) -> Launcher:
 def test_a_loss_is_no_failure_of_the_rank(agents: Agents) -> None:
     """No restart is left, and none is needed: the agents have begun the next attempt by themselves."""
     agents.attempt = 1
-    assert launcher(agents, most=0)._after(1, RANK) is None and not agents.failed
+    assert launcher(agents, most=0)._decide_after(1, RANK) is None and not agents.failed
 
 
 def test_a_failure_is_one(agents: Agents, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher(agents, most=0)._after(1, RANK) == 1
+    assert launcher(agents, most=0)._decide_after(1, RANK) == 1
     assert "0 restarts are used up" in capfd.readouterr().err
 
 
@@ -105,7 +105,7 @@ def test_a_launcher_without_a_rank_leaves_signals_to_the_ranks(agents: Agents, n
     made = launcher(agents, most=3)
     with sent(made, number):
         assert made._wait() == 0 and agents.asked == 4
-        assert made._signals.due_s() is None, "or it would wait for nothing, without a pause"
+        assert made._signals.compute_wait_s() is None, "or it would wait for nothing, without a pause"
 
 
 def test_without_an_agent_a_signal_ends_a_launcher_without_a_rank(agents: Agents) -> None:
@@ -128,4 +128,4 @@ def test_a_signal_that_a_rank_has_outlived_keeps_no_later_attempt_away(agents: A
         made = launcher(agents, most=3)
         made._signals.last = number, clock.monotonic() - ago_s
         made._signals.asked = made._signals.last if number == signal.SIGTERM else None
-        assert (made._after(status, RANK) is None) is again, (ago_s, number, status)
+        assert (made._decide_after(status, RANK) is None) is again, (ago_s, number, status)

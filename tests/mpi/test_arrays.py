@@ -116,7 +116,7 @@ def test_what_cannot_be_captured(value: Any, error: type[Exception], words: str)
 def test_an_array_bound_anew_is_like_the_one_before() -> None:
     arrays = Arrays({"x": np.zeros(3)}, 0, 1)
     arrays.rebind("x", np.ones(3))
-    assert np.array_equal(saved(arrays).values(arrays.manifest.pieces[0], np.dtype("f8")), np.ones(3))
+    assert np.array_equal(saved(arrays).view_piece(arrays.manifest.pieces[0], np.dtype("f8")), np.ones(3))
     with pytest.raises(ValueError, match=r"x was \(3,\) float64, the new one is \(4,\) float64"):
         arrays.rebind("x", np.ones(4))
     with pytest.raises(KeyError):

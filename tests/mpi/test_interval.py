@@ -61,12 +61,12 @@ class Ranks:
         assert len(saves) == 1, "some ranks would wait for the others for ever"
         if True in saves:
             self.saved.append(self.version)
-            needs = [rank.need() for rank in self.all]
+            needs = [rank.compute_need() for rank in self.all]
             for rank, (_, own_s, sealed_s, met_s) in zip(self.all, costs, strict=True):
-                rank.met(met_s)
+                rank.record_meeting(met_s)
                 rank.adopt_needs(needs, self.version)
                 rank.spend(own_s)
-                rank.cost(own_s)
+                rank.record_cost(own_s)
                 if sealed_s:
                     rank.latency.begin_version(VersionTimes(self.version, taken_at=0.0))
                     self.seal = (1, self.version), sealed_s
@@ -111,7 +111,7 @@ def test_the_rank_that_needs_most_decides_and_says_so(
     assert line.endswith(
         f"{why} in iterations of 0.1 s: saving one version in {j}; a failure repeats at most {2 * j} steps"
     )
-    states = [rank.state(sends=True) for rank in ranks.all]
+    states = [rank.build_state(sends=True) for rank in ranks.all]
     assert {(s.j, s.repeated, s.stage, s.transport) for s in states} == {(j, 2 * j, "steady", "mpi")}
     (number,) = [number for number, state in enumerate(states) if state.reason]
     assert line.startswith(f"rank {number}: ") and states[number].reason.startswith(
@@ -138,10 +138,10 @@ def test_what_helps(hand: Hand, beside: bool, helps: str) -> None:
     clock.use(hand)
     ranks = Ranks(hand, 1)
     ranks.all[0].beside = beside
-    assert ranks.all[0].state(sends=True).stage == "profile"
+    assert ranks.all[0].build_state(sends=True).stage == "profile"
     for _ in range(20):
         ranks.step([(0.1, 0.05, 0.0, 0.0)])
-    assert f"what helps: {helps}" in ranks.all[0].state(sends=True).reason
+    assert f"what helps: {helps}" in ranks.all[0].build_state(sends=True).reason
 
 
 def test_a_chosen_interval_stays(hand: Hand) -> None:
@@ -150,7 +150,7 @@ def test_a_chosen_interval_stays(hand: Hand) -> None:
     for _ in range(30):
         ranks.step([(0.001, 1.0, 1.0, 1.0)] * 2)
     assert ranks.saved == list(range(3, 31, 3)) and not ranks.said
-    state = ranks.all[0].state(sends=False)
+    state = ranks.all[0].build_state(sends=False)
     assert (state.j, state.reason, state.stage, state.transport) == (3, "", "steady", "none")
     assert ranks.all[0].patience_s is None
 

@@ -84,9 +84,9 @@ def test_an_exception_of_its_own_is_told_once() -> None:
     try:
         mistake, lost = ValueError("a mistake"), RuntimeError("Connection closed by peer")
         for error in (mistake, mistake, lost, KeyboardInterrupt()):
-            held.error(error)
+            held.on_error(error)
         assert told == [mistake]
     finally:
         held.end()
-    held.error(KeyError("later"))
+    held.on_error(KeyError("later"))
     assert told == [mistake]

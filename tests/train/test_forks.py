@@ -46,7 +46,7 @@ def trains(training: Training) -> None:
 
 CHILDREN: dict[str, Callable[[Training], object]] = {
     # not all that is to happen at the end of Python: these tests have put something there, too
-    "its interpreter ends": lambda training: checkpointer._at_exit(weakref.ref(training.ckpt)),
+    "its interpreter ends": lambda training: checkpointer._on_exit(weakref.ref(training.ckpt)),
     "it closes": lambda training: training.ckpt.close(),
     "it fails": leaves_the_block,
     "it trains": trains,

@@ -101,13 +101,13 @@ def test_a_part_of_the_world_with_one_replica(tmp_path: Path, make_job: MakeJob)
 
 def test_a_group_of_others_is_refused() -> None:
     with pytest.raises(ValueError, match="one that this rank is not in: make the Checkpointer only on"):
-        arguments.ranks(dist.GroupMember.NON_GROUP_MEMBER)
+        arguments.build_ranks(dist.GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(TypeError, match=r"process_group is a list, wanted a torch\.distributed\.ProcessGroup"):
-        arguments.ranks([0, 1])
+        arguments.build_ranks([0, 1])
     with pytest.raises(ValueError, match=r"unknown to torch\.distributed: make it with"):
-        arguments.ranks(dist.ProcessGroup(HashStore(), 0, 1))
+        arguments.build_ranks(dist.ProcessGroup(HashStore(), 0, 1))
 
 
 def test_many_ranks_in_words() -> None:
-    assert meeting._named([3]) == "rank 3"
-    assert meeting._named(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    assert meeting._name_ranks([3]) == "rank 3"
+    assert meeting._name_ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"

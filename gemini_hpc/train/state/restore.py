@@ -159,7 +159,7 @@ class MemoryReader(StorageReader):
         """Return the plans as they are."""
         return plans
 
-    def piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+    def read_piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
         """Return a chunk.
 
         Raises:
@@ -173,7 +173,7 @@ class MemoryReader(StorageReader):
         """Copy the planned chunks into their targets."""
         for item in plan.items:
             offset = tuple(item.storage_index.offset or ())
-            view = self.piece(item.storage_index.fqn, offset)
+            view = self.read_piece(item.storage_index.fqn, offset)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 view = view.narrow(dim, start, length)
             target = planner.resolve_tensor(item)
