@@ -5,7 +5,7 @@ from __future__ import annotations
 import time as _time
 from typing import Protocol
 
-DAY_S = 86400.0
+DAY_S = 86400.0  # 24 hours
 
 
 class Source(Protocol):

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from gemini_hpc import clock
 
-LOOKUP_S = 3.0
-KEPT_S = 30.0
-FAILED_S = 5.0
+LOOKUP_S = 3.0  # slurmdbd answers within milliseconds; callers wait for it
+KEPT_S = 30.0  # a coordinator that was removed keeps the right for this long
+FAILED_S = 5.0  # a slurmdbd that is down is not asked at each call
 _MAX_LOOKUPS = 4
 _MAX_KEPT = 4096
 

@@ -25,7 +25,7 @@ from gemini_hpc.agent.tier import workers
 from gemini_hpc.config import ConfigError, Settings, load, own
 from gemini_hpc.node import oom, privileges, spawn
 
-_SETTLED_S = 60.0
+_SETTLED_S = 60.0  # an agent that has run for so long does not die of its start: its deaths are counted anew
 
 
 def _forgo_openssl() -> None:

@@ -15,14 +15,15 @@ from gemini_hpc.wire import controller, inspect_schema, peer, protocol
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect
 
+# a controller that starts again is found at once; one that stays away is dialled every 5 s
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
 # seconds for which a dead node that the job goes on without is reported, so that it is fenced all the same
 _LOST_S = 15.0
-_REPEAT_S = 2.0
-_LOOK_S = 0.02
-_SILENT_S = 5.0
-_LAST_WORD_S = 1.0
+_REPEAT_S = 2.0  # the controller needs reports of several beats; each costs a message for each dead node
+_LOOK_S = 0.02  # pause of a poll: short beside a round trip to the controller
+_SILENT_S = 5.0  # a controller answers within milliseconds: it hangs, or is cut off
+_LAST_WORD_S = 1.0  # the last message arrives within a round trip; a job's end waits no longer for it
 _NOTICE_CHARS = 300
 _LASTED_S = 20.0  # a connection of this length was no mere refusal
 

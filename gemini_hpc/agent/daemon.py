@@ -84,7 +84,7 @@ _Receive = Callable[[Incarnation, str, Any], None]  # with the peer's host and i
 _Answer = local.Message | Reply  # a reply has descriptors
 _log = logging.getLogger("gemini_hpc.agent")
 _HOLD_S, _HOLD_POLL_S = 10.0, 0.05  # seconds in which a killed agent has released its memory and its directory
-_TICK_S = 0.2
+_TICK_S = 0.2  # beats of 1 s and shorter limits need several looks a second
 _LOOK_S = 0.4  # bound on the search for missing agents when the prolog waits for its answer
 _PLACE_S = 0.5  # pause between looks at the agent's own directory: a prolog waits for it for longer
 

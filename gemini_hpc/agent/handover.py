@@ -19,7 +19,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local
 from gemini_hpc.wire.local_server import Reply
 
-_ANSWER_S = 5.0
+_ANSWER_S = 5.0  # an agent on this node answers within milliseconds unless its node is overloaded
 
 
 def give_copy(m: local.TakeOver, store: Store, barred: Callable[[], str], log: Log) -> Reply:

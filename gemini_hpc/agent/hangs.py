@@ -26,12 +26,12 @@ from gemini_hpc.wire import control_page, peer
 from gemini_hpc.wire.local_server import LocalClient
 from gemini_hpc.wire.sanitize import MAX_DETAIL
 
-LOOK_S = 1.0
+LOOK_S = 1.0  # hangs last minutes, and a look reads the pages of all ranks
 _QUIET = 0.25  # fraction of the least patience after which a silence is reported
-_FRESH_S = 3.5
+_FRESH_S = 3.5  # the agents below report every second: three reports may be lost
 _MOST_BELOW = 4096  # limit of standings: no tree has more
 _STOPPED_S = 5.0  # an agent that has not looked for so long was stopped itself, perhaps with its ranks
-_STACK_S = 2.0
+_STACK_S = 2.0  # a rank that runs Python writes its stack within milliseconds
 _STACK_CHARS, _LEAST_CHARS = 120, 60
 _KEPT_STACKS = 4  # files, each as large as a stack can be
 _SHOWN = (control_page.STATE_PROTECTED, control_page.STATE_DEGRADED)

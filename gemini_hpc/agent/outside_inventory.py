@@ -18,8 +18,8 @@ from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import LinkClosed, connect_any
 from gemini_hpc.wire.ports import list_candidates
 
-ANSWER_S = 2.0
-DIAL_S = 1.0
+ANSWER_S = 2.0  # the agent there verifies its copies first
+DIAL_S = 1.0  # a host that is up accepts or refuses within a round trip; the round waits
 # Part of the prolog's whole wait: the rest is for dialling, and for the round itself.
 ASK_PART, MAX_ASK_S = 0.4, 4.0
 MAX_HOSTS = 1024

@@ -27,7 +27,7 @@ from gemini_hpc.wire.preauth_limit import PreauthLimit
 
 _MAX_CALLERS = 512
 _MAX_STRANGERS = 256  # limit of connections that are not authenticated yet
-_ANSWER_S = 5.0
+_ANSWER_S = 5.0  # an admitted caller sends its request at once; a silent one would hold a connection
 
 
 class PeerServer:

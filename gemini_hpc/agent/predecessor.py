@@ -28,11 +28,12 @@ from gemini_hpc.wire.ports import list_candidates
 
 # Part of the prolog's whole wait. The predecessor's epilogs may not have run everywhere when this job begins.
 ASK_PART, MAX_ASK_S = 0.3, 3.0
+# dial and answer as for other nodes of the job; its epilog may need a moment until the agent is free
 DIAL_S, ANSWER_S, AGAIN_S = 1.0, 2.0, 0.2
 MAX_HOSTS = 1024
 _AT_ONCE = 64
 _SHOWN = 3
-_TELL_S = (0.0, 1.0, 5.0)
+_TELL_S = (0.0, 1.0, 5.0)  # pauses before the attempts; an agent that misses all of them frees its memory by itself
 STILL_RUNS = "still runs"
 
 

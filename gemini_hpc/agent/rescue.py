@@ -37,7 +37,7 @@ from gemini_hpc.wire.local_server import LocalClient
 
 _TOGETHER_S = 0.05  # seconds after which simultaneous deaths are known
 _STILL_S = 2.0  # seconds for a rank that is in the middle of an optimizer step
-_COPY_S = _COMPLETE_S = 15.0
+_COPY_S = _COMPLETE_S = 15.0  # tens of gigabytes leave a device, or arrive from a peer, in this time
 _AGAIN_S = 0.2  # pause before a rank that has just begun to change its tensors is asked again
 
 

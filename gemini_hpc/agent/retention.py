@@ -16,9 +16,9 @@ from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.tier.tier_parts import TierParts
 
-_LOOK_S = 0.2
-_EMPTY_S = 30.0
-_JUST_S = 180.0
+_LOOK_S = 0.2  # a save takes seconds: its end is noticed soon enough
+_EMPTY_S = 30.0  # a requeue within this time still finds the agent
+_JUST_S = 180.0  # Slurm ends a job on all of its nodes within this time: until then a death may still be news
 _SPILL_FLOOR = 0.5  # fraction of the floor that suffices while the last version is being written
 
 Action = Literal["stay", "release", "save", "salvage"]

@@ -18,8 +18,8 @@ from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.settings import ACT, CANARY
 from gemini_hpc.wire.local_server import LocalClient
 
-_GRACE_S = 2.0
-_SEARCH_S = 10.0
+_GRACE_S = 2.0  # a rank's handler of SIGTERM may need a moment; the node is alone, and the job goes on elsewhere
+_SEARCH_S = 10.0  # time to dial hundreds of peers, some of which are dead
 
 
 class ControllerConnection(Protocol):

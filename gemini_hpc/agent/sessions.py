@@ -21,10 +21,10 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, peer, version
 from gemini_hpc.wire.local_server import LocalClient, Reply
 
-_OTHER_LAUNCH_S = 5.0
-_ROUND_S = 100.0
-_CHOICE_S = 10.0
-_LEAVE_S = 2.0
+_OTHER_LAUNCH_S = 5.0  # ranks of a killed launch leave within seconds
+_ROUND_S = 100.0  # shorter than the rank's own WELCOME_TIMEOUT_S, so that the reason arrives
+_CHOICE_S = 10.0  # a round takes at most seconds where its root knows tier choices
+_LEAVE_S = 2.0  # the kernel closes a killed process's connection within this time
 _REJOIN_S = 5.0  # seconds for an agreed round to become live again after an agent's restart
 _MAX_STEP = 64
 _TOLD = 8  # limit of rejected versions, or other trainings' versions, in an answer

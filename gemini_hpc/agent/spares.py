@@ -20,11 +20,11 @@ from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.evacuate import NO_PART, EvacuateAsk, Evacuated
 from gemini_hpc.wire.link import Link
 
-_TOGETHER_S = 0.05
+_TOGETHER_S = 0.05  # reports of simultaneous deaths arrive within this time
 _SEAL_S = 5.0  # seconds: a node is left at the next seal, or after this time
 _HOLD_S = _SEAL_S + 1.0  # longest wait of ranks for that
-_ASK_S = 5.0
-_SUSPECTS_S = 4.0
+_ASK_S = 5.0  # an admitted caller sends its request at once
+_SUSPECTS_S = 4.0  # longer than a suspected node needs to be proved dead or alive
 _STEADY_S = 3.0  # seconds without a node's return or death that count as steady
 _BACK_S = 10.0  # seconds to wait for nodes without which sealed state is lost: they may only be cut off
 

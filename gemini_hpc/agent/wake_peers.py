@@ -21,7 +21,7 @@ from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.ports import list_candidates
 
 AFTER_S = 0.7  # seconds: prologs of one incarnation do not begin at the same moment
-DIAL_S, ANSWER_S = 1.0, 2.0
+DIAL_S, ANSWER_S = 1.0, 2.0  # a host that is up accepts within a round trip, and its agent answers at once
 
 
 class Wake:

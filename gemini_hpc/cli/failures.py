@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gemini_hpc.forecast.rate import FailureRate
     from gemini_hpc.wire.inspect_schema import EventRecord
 
-_SACCT_S = 120.0
+_SACCT_S = 120.0  # months of a busy site: slurmdbd needs a minute and more
 
 
 def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:

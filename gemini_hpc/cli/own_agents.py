@@ -30,7 +30,7 @@ SHARE = 0.5  # of the job's memory; the training itself needs the rest
 NO_KILL_ENV = "SLURM_NO_KILL"
 CLOCKS_APART_S = 60.0  # of slurmctld and a file server, at most
 READY_S = own_start.START_S + own().attach_timeout_s + 30.0  # srun asks slurmctld for the step before
-CLOSED_S = own().tier_flush_s + own_start.GRACE_S + 5.0
+CLOSED_S = own().tier_flush_s + own_start.GRACE_S + 5.0  # the agents' own limits, and the end of an srun
 LESS = (
     "less than where a site has installed gemini-hpc: copies end with this allocation, so a requeued job needs a "
     "tier; no lost node is fenced; copies count as the job's memory"

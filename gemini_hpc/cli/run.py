@@ -19,17 +19,18 @@ from gemini_hpc.core.attempts import NOTHING
 from gemini_hpc.launch.signals import HEEDED_S, SENT, is_heeded
 from gemini_hpc.wire.local import StepEnd
 
-VERDICT_WAIT_S = 20.0
-HEALTHY_FOR_S = 2.0
+VERDICT_WAIT_S = 20.0  # agents prove a death, or doubt it no longer, within seconds
+HEALTHY_FOR_S = 2.0  # agents suspect a silent node within this time
 # Before they report to srun, the survivors' slurmstepds check for left-over processes once a second. A
 # slurmstepd that no longer finds its srun retries for 3 s, and the job stays COMPLETING meanwhile.
 LOST_GRACE_S = 1.6
+# the controller requeues within seconds of a proved death
 REQUEUE_WAIT_S = 60.0
-LOOK_EVERY_S = 5.0
-SENT_BACK_WAIT_S = 30.0
+LOOK_EVERY_S = 5.0  # each look asks slurmctld
+SENT_BACK_WAIT_S = 30.0  # slurmctld ends the batch script within this time, on a busy day
 EXIT_NOT_REQUEUED = 75
 REPLICAS_MAX = 32
-OWN_LOOK_S = 1.0
+OWN_LOOK_S = 1.0  # a look asks the agent of this node
 OWN_LOST_S = 10.0  # ranks end by themselves sooner where the loss closes their connections
 
 

@@ -8,7 +8,7 @@ import os
 from gemini_hpc.slurm import Slurm, SlurmError
 from gemini_hpc.slurm.facts import RUNNING
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 15.0  # slurmctld fails over to its backup within this time
 
 
 def list_nodes_left() -> tuple[str, ...]:

@@ -22,11 +22,12 @@ from gemini_hpc.wire.control_page import ControlPage
 REQUEST_TIMEOUT_S = 30.0  # for an answer from a living agent on a busy node
 WELCOME_TIMEOUT_S = 120.0  # a recovery round waits for every node; pulls of large shards continue after it
 CONNECT_TIMEOUT_S = 5.0  # an agent may just be restarting
-REJOIN_TIMEOUT_S = 30.0
+REJOIN_TIMEOUT_S = 30.0  # a new agent first learns from its peers that its round is live
 RECALL_TIMEOUT_S = 5.0  # the cached bytes only save time
 FLUSH_TIMEOUT_S = 2.0  # for events that wait; losing them harms nobody
 NOT_YET_S = 900.0  # a file system's failover may take this long
 EVENTS_KEPT = 256
+# a new agent starts within a second; after a minute its node is not likely to get one
 RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
 
 Reply = tuple[local.Reply, list[int]]

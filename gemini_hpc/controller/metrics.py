@@ -37,6 +37,7 @@ EVENTS = (
     *("withheld", "judged"),
 )
 _BEGINS, _ENDS = ("confirmed", "taken_over"), ("running", "goes_on")
+# from a spare that takes over to three times SlurmdTimeout's default
 BUCKETS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
 

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from statistics import median
 
 _LATEST, _LAGS, _LATE = 8, 4, 3
-_MOST_S = 1e5
+_MOST_S = 1e5  # a day: longer than any version takes
 
 
 @dataclass

@@ -11,7 +11,7 @@ from math import comb, inf, sqrt
 
 from gemini_hpc.core.redundancy import Redundancy
 
-DAY_S = 86400.0
+DAY_S = 86400.0  # 24 hours
 AUTO = "auto"
 WINDOW_S = 120.0  # until a lost node's copies are replaced: requeue and imports with the default settings
 COST = 0.01  # share of a save's time that the training loses at most: agents save, ranks go on

@@ -20,7 +20,7 @@ from gemini_hpc.node import memory_cgroup
 MOUNT = "/sys/fs/cgroup/memory"
 SLURMD = "slurmd"
 BESIDE = tuple(f"/sys/fs/cgroup/{controller}" for controller in ("cpu", "devices", "freezer", "pids"))
-REMOVE_TIMEOUT_S = 5.0
+REMOVE_TIMEOUT_S = 5.0  # killed processes leave their cgroup within this time
 # From this release on, slurmd has not been tried with only a part of a hierarchy.
 TRACKED_BEFORE = (23, 11)
 

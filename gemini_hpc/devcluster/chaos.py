@@ -15,7 +15,7 @@ from gemini_hpc import clock
 from gemini_hpc.core import hostlist
 from gemini_hpc.devcluster.errors import DevclusterError
 
-LOOK_S = 0.5
+LOOK_S = 0.5  # short beside the pauses between two faults
 BACK_S = 60.0  # seconds within which Slurm has to use a node again
 _LOST = ("down", "drain", "fail", "unk", "reboot")
 

@@ -17,7 +17,7 @@ from gemini_hpc.devcluster.requirements import program
 from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
 
 CONTROLLER_MODULE = "gemini_hpc.controller"
-SETTLE_S = 0.4
+SETTLE_S = 0.4  # a service with wrong settings ends before this time
 # after the two execs, the shell's pid is the service's
 _RECORD_AND_EXEC = 'echo $$ >"$0" && exec "$@"'
 

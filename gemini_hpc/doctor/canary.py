@@ -29,9 +29,9 @@ from gemini_hpc.slurm.facts import Node
 FILE = "/run/gemini-hpc.canary"  # of root's; Slurm forgets the node's state no sooner than this host does
 PROGRAM_S = 60.0  # the site's program starts or stops one daemon over the network
 TRIES = 5  # to start slurmd again
-TRY_PAUSE_S = 2.0
+TRY_PAUSE_S = 2.0  # a slurmd that ends needs a moment to free its port
 BACK_S = 120.0  # a slurmd that starts registers within seconds, on a busy controller within a minute
-LOOK_S = 1.0
+LOOK_S = 1.0  # each look asks slurmctld
 LONGEST_S = 1800.0  # longer than a canary, whose parts are bounded at five minutes each
 OWN_REASON = "gemini-hpc doctor --canary"
 SLURMS_REASON = "Not responding"  # what slurmctld itself writes after SlurmdTimeout

@@ -23,7 +23,7 @@ from gemini_hpc.slurm.ways import FILE, ApiRecord
 
 _FREE_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 20
-_ALERT_S = 86400.0
+_ALERT_S = 86400.0  # a day: an administrator reads the doctor's report daily at the most
 
 
 def _running(facts: HostFacts) -> int | None:

@@ -111,8 +111,8 @@ CHECKS = (
     Check("leftovers.directories", "give-way", ON_NODE, leftovers.check_directories),
     Check("leftovers.canary", "", ANYWHERE, leftovers.check_canary),
 )
-CHECK_TIMEOUT_S = 20.0
-ALL_TIMEOUT_S = 90.0
+CHECK_TIMEOUT_S = 20.0  # the slowest check dials several hosts
+ALL_TIMEOUT_S = 90.0  # an administrator waits; checks left over are named
 OTHER_HOSTS = "not for this kind of host"
 
 

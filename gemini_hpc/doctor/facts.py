@@ -26,7 +26,7 @@ from gemini_hpc.slurm.facts import Job, Node, Reservation, WatchedJob
 
 CONTROLLER, NODE, LOGIN = "controller", "node", "login"
 ROLES = (CONTROLLER, NODE, LOGIN)
-SLURM_TIMEOUT_S = 8.0
+SLURM_TIMEOUT_S = 8.0  # a busy slurmctld answers within seconds; a check has 20 s
 DIGEST_DIGITS = 12  # of a file's digest that is shown: enough to compare
 T = TypeVar("T")
 _PENDING = object()

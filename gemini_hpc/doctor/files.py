@@ -24,7 +24,7 @@ from gemini_hpc.doctor.installation import PYTHON
 from gemini_hpc.node import job_directory
 
 CVE = "CVE-2016-10030"
-_INTERPRETER_TIMEOUT_S = 10.0
+_INTERPRETER_TIMEOUT_S = 10.0  # imports from a shared file system that is busy
 _MAX_FILES = 20_000
 _ASK = """
 import sys, gemini_hpc, msgspec, xxhash

@@ -21,9 +21,9 @@ from gemini_hpc.wire.inspect_schema import JobAnswer
 
 MAX_JOBS = 64
 MAX_WITHOUT_CONTROLLER = 8
-YOUNG_S = 10.0
-AGAIN, AGAIN_S = 3, 0.5
-DEADLINE_S = 12.0
+YOUNG_S = 10.0  # a job's agents start with its prologs and find each other in this time
+AGAIN, AGAIN_S = 3, 0.5  # a busy node answers late, not never
+DEADLINE_S = 12.0  # shorter than the time of a check, so that its answer is complete
 
 
 class _Asking:

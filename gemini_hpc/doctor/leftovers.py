@@ -21,7 +21,7 @@ from gemini_hpc.node import mounts
 from gemini_hpc.slurm.facts import PENDING, RUNNING
 
 OURS = "gemini-hpc:"
-YOUNG_S = 60.0
+YOUNG_S = 60.0  # a job that has just begun or ended may still be tidied up after
 MAX_LOOKED_AT = 256
 _RESERVATION = re.compile(r"gemini_([0-9]{1,10})_[0-9a-f]{12}")
 _STAMP = re.compile(r"\[[^\]@]*@([0-9T:-]{19})\]$")

@@ -16,7 +16,7 @@ from gemini_hpc.wire import keyed, munge, site_key
 SAFE_VERSION = (0, 5, 18)
 DEFAULT_KEY = "/etc/munge/munge.key"
 _PROGRAMS = ("/usr/sbin/munged", "/usr/local/sbin/munged", "/usr/bin/munge", "/usr/local/bin/munge")
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # a program that only prints its version
 # Credentials have whole seconds, and transfer takes time: below this value no judgement is possible.
 CLOCK_WARNING_S, CLOCK_WRONG_S = 5.0, 30.0
 

@@ -268,7 +268,7 @@ def check_rdma(facts: HostFacts) -> Outcome:
     return judge_rdma(setting, port, reason, locked, Budget(facts.settings).cap_bytes)
 
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 3.0  # a host that is up answers within a round trip; several are dialled
 
 
 class GreetingError(Exception):

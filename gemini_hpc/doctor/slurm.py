@@ -15,8 +15,8 @@ from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 
 EDIT = "in slurm.conf, then scontrol reconfigure"
-UNKILLABLE_S = 60.0
-CRED_EXPIRE_S = 120.0
+UNKILLABLE_S = 60.0  # Slurm's default; steps that hang on a dead node end within it
+CRED_EXPIRE_S = 120.0  # Slurm's default
 PROLOG_HELPER_S = 62.0  # the prolog's last-resort time-out of 60 s, and 2 s until its kill
 EXPEDITED = SlurmRelease(25, 11, 3)
 

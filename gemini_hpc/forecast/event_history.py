@@ -10,7 +10,7 @@ from gemini_hpc.wire.inspect_schema import EventRecord
 _LOST, _FAILED = "confirmed", "failed_first"
 _ENDS = frozenset(("detached", "released"))
 _TOGETHER_S = 60.0  # ranks that fail this close to a node's loss (seconds) fail because of it
-_DAY_S = 86400.0
+_DAY_S = 86400.0  # 24 hours
 
 
 @dataclass(frozen=True, slots=True)

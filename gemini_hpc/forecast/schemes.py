@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gemini_hpc.core import placement
 
-DAY_S = 86400.0
+DAY_S = 86400.0  # 24 hours
 STRAWMAN_EVERY_S = 3 * 3600.0  # BLOOM's interval, which GEMINI uses for its first baseline
 # GEMINI, section 7.3: GPT-2 100B on 16 p4d machines.
 DETECT_S, RESTART_S = 15.0, 240.0

@@ -40,7 +40,7 @@ NOTE = ".note"  # key of a row with a few bytes that all ranks need
 T = TypeVar("T")
 IMPORTED_AT = clock.time()
 _ATTEMPTS = 3
-_POLL_S = 0.0005
+_POLL_S = 0.0005  # short beside a seal, which takes milliseconds at least
 _SLACK_BYTES = 256 << 10  # room because encoded values vary in length from save to save
 
 

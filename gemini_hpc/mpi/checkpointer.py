@@ -29,7 +29,7 @@ from gemini_hpc.mpi.interval import SaveInterval
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
-REGISTER_TIMEOUT_S = 120.0
+REGISTER_TIMEOUT_S = 120.0  # the agent reserves memory page by page: tens of gigabytes for each rank
 _CHUNK_BYTES = 1 << 20
 _ROUNDS = 3  # rounds in which the ranks try to load the agents' chosen version
 

@@ -14,7 +14,7 @@ from gemini_hpc import clock
 
 _DIGEST_TAG, _CHUNK_TAG = 1, 2
 WINDOW = 8  # chunks
-_SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
+_SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # from the latency of a message up to what a busy core may lose to polls
 
 
 class _Stream:

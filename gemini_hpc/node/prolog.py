@@ -56,7 +56,7 @@ FORMER_END_S = 0.5  # time limit to end a former agent; the job waits
 MOVES_S = 1.5  # time for an agent to move into its job's new directory
 WAIT_POLL_S = 0.05  # pause between two attempts while a living agent moves
 REPLICAS_MAX = 32
-TIER_INTERVAL_MAX_S = HANG_MAX_S = 604800
+TIER_INTERVAL_MAX_S = HANG_MAX_S = 604800  # a week: a larger number is a mistake in its unit
 AUTO = "auto"  # as an interval of the tier; `core.tier_interval` has the same value, but root does not import it
 SPARES_MAX = 1024
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gemini_hpc.query.inspect_document import Document
     from gemini_hpc.slurm.facts import Job, Node
 
-CONTROLLER_TIMEOUT_S = 2.0
-AGENT_TIMEOUT_S = 1.0
+CONTROLLER_TIMEOUT_S = 2.0  # a person waits; another controller, or the agents, are asked next
+AGENT_TIMEOUT_S = 1.0  # a person waits; of many nodes some are down
 PARALLEL = 64
 WITHOUT_CONTROLLER = "gemini-hpc inspect JOBID asks the agents themselves"
 
@@ -224,7 +224,7 @@ async def _fetch_records(
 
 
 Told = Callable[[Flushing], None]
-EVACUATE_S = 20.0
+EVACUATE_S = 20.0  # longer than the agents wait for a seal and for the job to leave the node
 FLUSH_SILENT_S = 30.0  # a writing agent reports each second
 _NO_AGENTS = "the job has no nodes now, and the controller hears from none of its agents"
 _AGAIN_S = 2.0  # seconds until the controller is queried again

@@ -38,7 +38,7 @@ from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
 IMPORTED_AT = clock.time()
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 10.0  # the last version is sealed within this time; an end waits no longer
 _LAST_S = 10.0  # bound on the wait for our own threads: no link and no agent blocks them any more
 
 

@@ -19,7 +19,7 @@ from gemini_hpc.core.communication_error import is_communication_error
 from gemini_hpc.wire.local import Verdict
 
 ALL_ALIVE_S = 3.0  # longer than the agents take to suspect a silent node
-_ASK_EVERY_S = 0.2
+_ASK_EVERY_S = 0.2  # several questions before a verdict, each to the agent of this node
 
 
 def wait_for_verdict(

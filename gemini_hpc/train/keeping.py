@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.wire import local
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0  # the agent of this node only writes a line
 
 
 def request_keep(client: AgentClient, wish: local.KeepVersion, say: Callable[[str], None]) -> bool:

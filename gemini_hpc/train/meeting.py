@@ -18,10 +18,10 @@ from torch._C._distributed_c10d import Store
 from gemini_hpc import clock
 from gemini_hpc.train.state.collectives import TorchRanks
 
-TELL_S = 10.0
+TELL_S = 10.0  # longer than ranks are apart in a healthy training
 MOST_S = 1800.0  # gloo's own limit for a rank in a collective
 _POST_S = 1.0  # shorter waits are not reported
-_LONGEST_NAP_S = 0.05
+_LONGEST_NAP_S = 0.05  # short beside the ten seconds after which a wait is reported
 _NAMED = 8
 _STORELESS = ("fake", "mpi")  # torch's dry run has one rank, and a store that stores nothing
 

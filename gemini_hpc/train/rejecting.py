@@ -6,7 +6,7 @@ from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefu
 from gemini_hpc.wire import local
 
 MEET_S = 60.0  # within this time all ranks must call it
-TIMEOUT_S = 30.0
+TIMEOUT_S = 30.0  # the agent of this node only records it
 MOST_TEXT = 300
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gemini_hpc.wire import munge
 
-TTL_S = munge.TTL_S
+TTL_S = munge.TTL_S  # the same for all three ways of authentication
 
 
 class CredentialError(Exception):

@@ -14,7 +14,7 @@ from gemini_hpc.core.views import View
 from gemini_hpc.wire import local
 from gemini_hpc.wire.message import Message
 
-_SILENT_S = 3.0
+_SILENT_S = 3.0  # at least three beats, so that a busy neighbour is not missing
 
 
 @dataclass(frozen=True, eq=False)

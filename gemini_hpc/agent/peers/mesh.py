@@ -22,6 +22,7 @@ from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import list_candidates
 
 _PARALLEL_SEARCHES = 64
+# agents of a job start within a second of each other; a missing one is dialled twice a second
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 _PART_S = 1.0  # seconds in which any reachable peer has received a farewell
 

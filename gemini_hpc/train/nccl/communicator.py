@@ -17,7 +17,7 @@ from gemini_hpc.train.nccl.library import IN_PROGRESS, SUCCESS, UINT8, Library, 
 
 MOST_CTAS = 4  # blocks on SMs that the training then lacks; a guess at enough for a network of 400 Gbit/s
 LAUNCH_S = 0.25  # longest time that a launch may hold up the training's thread; normally far below a millisecond
-_POLL_S = 20e-6
+_POLL_S = 20e-6  # short beside a launch, which takes some 0.1 ms
 
 
 class NcclCommunicator:

@@ -44,8 +44,8 @@ from gemini_hpc.train.state.capture import Capture, CaptureJob
 
 _WORDS = 5
 _RATES = 8
-_LOOK_S = 0.001
-_STOP_S = 2.0
+_LOOK_S = 0.001  # short beside the operations, of milliseconds
+_STOP_S = 2.0  # the thread's longest poll, many times over
 
 
 @dataclass

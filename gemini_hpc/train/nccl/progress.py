@@ -21,7 +21,7 @@ from gemini_hpc.train.device.interface import Communicator, Event
 
 PATIENCE_S = 1.5  # longest wait of the training for an operation of ours that does not end
 DRAIN_S = 10.0  # after an abort: our operations end at once, but the training's operations before them may take long
-_LOOK_S = 0.001
+_LOOK_S = 0.001  # short beside the operations, of milliseconds
 
 
 class Arrival(NamedTuple):

@@ -15,7 +15,7 @@ from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.transport.base import Head, LinkBroken
 from gemini_hpc.wire import local
 
-_RETRY_S = 0.001
+_RETRY_S = 0.001  # the agent frees the slot with the next seal, within milliseconds
 
 
 class Receiver(TensorShardOwner):

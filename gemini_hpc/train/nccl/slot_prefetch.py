@@ -31,7 +31,7 @@ PATIENCE_S = 0.05  # longest wait of a launching thread for a slot
 ANSWER_S = 0.2  # longest wait for a slot that the agent has yet to grant, once a head has arrived
 HEAD_S = 0.1  # longest time from a version's arrival to its head; later its sender has voided the version
 HEAD_LATE_S = 1.0  # the same before the next step() shows that the training has gone on
-_SOON_S, _LATER_S = 0.001, 0.02
+_SOON_S, _LATER_S = 0.001, 0.02  # a version may be free at any moment; otherwise the next step() wakes the thread
 
 
 @dataclass

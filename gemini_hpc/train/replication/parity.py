@@ -9,7 +9,7 @@ from gemini_hpc.core import parity
 from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.wire import local
 
-_RESERVE_S = 120.0
+_RESERVE_S = 120.0  # the agent reserves memory page by page
 
 
 class StripeParity:

@@ -24,7 +24,7 @@ from gemini_hpc.train.state.capture import Capture, CaptureJob
 from gemini_hpc.train.state.ownership import Own
 from gemini_hpc.wire import local
 
-_RETRY_S = 1.0
+_RETRY_S = 1.0  # an agent that died is back within a second or two
 
 Frozen = Callable[[], AbstractContextManager[CaptureJob | None]]
 

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 from gemini_hpc import clock
 from gemini_hpc.train.schedule.trace import OperationRecord
 
-PATIENCE_S, _LEAST_PATIENCE_S = 1.5, 0.1
-_POLL_S = 0.001
+PATIENCE_S, _LEAST_PATIENCE_S = 1.5, 0.1  # ranks are an iteration apart at most; the training waits here
+_POLL_S = 0.001  # short beside an iteration
 
 
 class CollectivesBroken(Exception):

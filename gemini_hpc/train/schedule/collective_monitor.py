@@ -26,7 +26,7 @@ from gemini_hpc.train.schedule.in_flight import InFlight
 from gemini_hpc.train.schedule.launch_count import GroupWeights, LaunchCount
 from gemini_hpc.train.schedule.trace import Iteration, OperationRecord
 
-SPAN_POLL_S = 1e-3
+SPAN_POLL_S = 1e-3  # spans shorter than a few milliseconds carry nothing
 LAUNCH_POLL_S = 2e-3  # on a device, whether a collective has begun before its window was over
 _SURELY = 0.7  # share of the last duration for which operations are assumed to take again
 _CPU = torch.device("cpu")

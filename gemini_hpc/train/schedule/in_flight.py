@@ -32,7 +32,7 @@ from gemini_hpc import clock
 from gemini_hpc.train.schedule.dispatch_hooks import Signature
 from gemini_hpc.train.schedule.trace import OperationRecord
 
-_POLL_S, _REST_S = 1e-3, 0.1
+_POLL_S, _REST_S = 1e-3, 0.1  # as exact as spans need to be; ten looks a second where nobody asks
 
 
 # The completion test of a work, and the record for its end time.

@@ -33,6 +33,7 @@ PROBE_BYTES = 4096  # first grant of a version without a timetable: it measures 
 # A grant has at least LEAST_BYTES, or a chunk's bytes / _LEAST_SHARE if that is more: each costs some 0.3 ms of
 # processors at both ends.
 LEAST_BYTES, _LEAST_SHARE = 64 << 10, 16
+# polls: of a quiet training; of one that asks for a seal, or is crowded; longest wait for a span
 _LOOK_S, _SOON_S, _SPAN_S = 0.02, 0.001, 0.1
 _ANY_RATE = 1e15  # bytes a second: where no link is known, only a grant's end limits it
 # A training pauses (to evaluate, for instance) if it has no traffic for longer than two usual iterations and than

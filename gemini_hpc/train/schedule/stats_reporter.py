@@ -15,7 +15,7 @@ from gemini_hpc.core.spans import Profile
 from gemini_hpc.train.schedule.overhead_monitor import Pictured
 from gemini_hpc.wire import local
 
-DRAW_EVERY_S = 30.0
+DRAW_EVERY_S = 30.0  # a picture is some kilobytes, and `report` shows the newest only
 
 
 @dataclass(frozen=True)
