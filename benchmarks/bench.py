@@ -65,13 +65,13 @@ class Options:
 @contextmanager
 def cluster(nodes: int, **more: Any) -> Iterator[Cluster]:
     """A development cluster of this process's own, down again at the end."""
-    with Cluster.up(f"bench{os.getpid()}", nodes=nodes, **more) as up:
+    with Cluster.bring_up(f"bench{os.getpid()}", nodes=nodes, **more) as up:
         yield up
 
 
 def directory(on: Cluster, *programs: str) -> Path:
     """A new directory of the user's, with these programs in it; the same path inside the cluster."""
-    made = on.home(USER) / f"bench-{time.time_ns()}"
+    made = on.locate_home(USER) / f"bench-{time.time_ns()}"
     made.mkdir()
     shutil.chown(made, USER_UID)
     for name in programs:
@@ -137,7 +137,7 @@ class TrainingJob:
         script.chmod(0o755)
         protect = [f"--gemini-replicas={replicas}"] if replicas else []
         protect += [f"--exclude={exclude}"] if exclude else []
-        self.id = on.sbatch(
+        self.id = on.submit_job(
             [
                 "--no-requeue",
                 "--exclusive",  # a job's share of the memory for replicas is that of its CPUs
@@ -162,11 +162,11 @@ class TrainingJob:
     @property
     def state(self) -> str:
         """The job's state in Slurm."""
-        return self.cluster.job(self.id).get("JobState", "UNKNOWN")
+        return self.cluster.read_job(self.id).get("JobState", "UNKNOWN")
 
     def hosts(self) -> list[str]:
         """The job's nodes."""
-        nodelist = self.cluster.job(self.id)["NodeList"]
+        nodelist = self.cluster.read_job(self.id)["NodeList"]
         return self.cluster.run(["scontrol", "show", "hostnames", nodelist]).stdout.split()
 
     def check(self) -> str:

@@ -41,14 +41,14 @@ class _Job:
 
     def __init__(self, on: Cluster) -> None:
         self.on = on
-        self.directory = on.home(USER) / f"busy-{time.time_ns()}"
+        self.directory = on.locate_home(USER) / f"busy-{time.time_ns()}"
         self.directory.mkdir()
         shutil.chown(self.directory, USER_UID)
         shutil.copy(_TRAINER, self.directory / "lite.py")
         (self.directory / "lite.py").chmod(0o644)
         script = f"#!/bin/bash\nsrun python {self.directory}/lite.py {self.directory}/log 100000 0.1\n"
         argv = ["--requeue", "--open-mode=append", f"--output={self.directory}/out", f"-N{OURS}", "--exclusive"]
-        self.id = on.sbatch([*argv, "--nice=10000", "--ntasks-per-node=1", "--gemini-replicas=2"], script=script)
+        self.id = on.submit_job([*argv, "--nice=10000", "--ntasks-per-node=1", "--gemini-replicas=2"], script=script)
 
     def lines(self, what: str, restart: int) -> list[dict[str, float]]:
         path = self.directory / "log"
@@ -57,7 +57,7 @@ class _Job:
         return [line for line in found if line["what"] == what and line["restart"] == restart]
 
     def hosts(self) -> list[str]:
-        names = self.on.job(self.id).get("NodeList", "")
+        names = self.on.read_job(self.id).get("NodeList", "")
         return self.on.run(["scontrol", "show", "hostnames", names]).stdout.split()
 
     def protected(self) -> bool:
@@ -77,7 +77,7 @@ def _rivals(on: Cluster, options: Options) -> list[int]:
     ids = []
     for user, partition, count in RIVALS:
         argv = ["-p", partition, "-N1", "--exclusive", f"--array=1-{options.pick(count, 2)}", "--output=/dev/null"]
-        ids.append(on.sbatch(argv, user=user, script=f"#!/bin/sh\nsleep {RIVAL_S}\n"))
+        ids.append(on.submit_job(argv, user=user, script=f"#!/bin/sh\nsleep {RIVAL_S}\n"))
     return ids
 
 
@@ -104,8 +104,8 @@ def trial(on: Cluster, options: Options, cut: bool) -> Trial:
         _until("protected", job.protected, 60)
         hosts, began = job.hosts(), time.time()
         if cut:
-            on.power_off(hosts[1])
-            _until("COMPLETING", lambda: on.job(job.id)["JobState"] == "COMPLETING", 60)
+            on.cut_power(hosts[1])
+            _until("COMPLETING", lambda: on.read_job(job.id)["JobState"] == "COMPLETING", 60)
         else:
             time.sleep(2.0)
         rivals = _rivals(on, options)

@@ -130,12 +130,12 @@ def run(way: Way, options: Options) -> Outcome:
         script.write_text(f"#!/bin/bash\nexec srun {PYTHON} {way.module} {words} --directory {where}/dcp\n")
         script.chmod(0o755)
         asked = ["--requeue", "--ntasks-per-node=1", "--open-mode=append", f"--output={where}/out", *way.options]
-        job = on.sbatch([*asked, str(script)], user=USER)
+        job = on.submit_job([*asked, str(script)], user=USER)
         wait_for(f"job {job} makes a step", lambda: _lines(log), 180, 0.2)
         cuts = _storm(on, job, way, options, log, steps)
         lines, out = _lines(log), (where / "out").read_text()[-3000:]
         if max(line["step"] for line in lines) < steps:
-            raise MeasureError(f"job {job} did not make its steps: {on.job(job).get('JobState')}\n{out}")
+            raise MeasureError(f"job {job} did not make its steps: {on.read_job(job).get('JobState')}\n{out}")
         return outcome(lines, cuts, steps)
 
 

@@ -48,12 +48,12 @@ def _once(options: Options, on: Cluster, ranks: int) -> dict[str, dict[str, floa
         shutil.copy(_EXAMPLES / f"{_NAME}{suffix}", where)
     (where / "tiny.py").write_text(_MODEL)
     asked = [f"-N{ranks}", f"--gemini-replicas={min(2, ranks)}", f"--output={where}/out", f"--chdir={where}"]
-    job = on.sbatch(
+    job = on.submit_job(
         [*asked, str(where / f"{_NAME}.sh"), *options.pick(_WORDS, _TINY)], user=USER, env={"PYTHON": PYTHON}
     )
-    wait_for("the job ends", lambda: on.job(job).get("JobState") in _ENDED, 300.0, 0.5)
+    wait_for("the job ends", lambda: on.read_job(job).get("JobState") in _ENDED, 300.0, 0.5)
     said = (where / "out").read_text()
-    if on.job(job).get("JobState") != "COMPLETED":
+    if on.read_job(job).get("JobState") != "COMPLETED":
         raise MeasureError(said)
     notes = [json.loads(line) for line in (where / f"{_NAME}.{job}.jsonl").read_text().splitlines()]
     return {way: _figures([note for note in notes if note["way"] == way]) for way in ("disk", "memory")}

@@ -61,12 +61,12 @@ def _strike(options: Options, on: Cluster, case: Case) -> float:
 
 
 def _batch_host(on: Cluster, job: Job) -> None:
-    on.power_off(job.hosts()[0])
+    on.cut_power(job.hosts()[0])
 
 
 def _two_nodes(on: Cluster, job: Job) -> None:
     for node in job.hosts()[1:3]:
-        on.power_off(node)
+        on.cut_power(node)
 
 
 def _evacuate(on: Cluster, job: Job) -> None:

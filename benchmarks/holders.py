@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from benchmarks.bench import Line, Options, TrainingJob, cluster
 from benchmarks.interleave import RATE, prepare
 from benchmarks.rows import Row
-from gemini_hpc.devcluster.network import rate_bits
+from gemini_hpc.devcluster.network import parse_rate
 
 ROUNDS = 10
 USUAL = "sequence"
@@ -90,7 +90,7 @@ def _rows(setting: Setting, alone: bool, lines: list[Line]) -> list[Row]:
     where = f"{setting.nodes} nodes, {who}, C = {setting.shard_bytes / 1e6:.1f} MB"
     suffix = setting.suffix + ("_alone" if alone else "")
     rows = []
-    bound = 2 * setting.shard_bytes / (rate_bits(RATE) / 8)
+    bound = 2 * setting.shard_bytes / (parse_rate(RATE) / 8)
     for way in setting.ways:
         one, both = _by_round(lines, way)
         for name, what, values, usual in (

@@ -207,7 +207,7 @@ def prepare(on: Cluster, rate: str = RATE) -> None:
     """Shape the links. The host's congestion control may be one that halts for 0.2 s now and then to look for its
     round-trip time (BBR), or shares badly; Reno is everywhere."""
     for node in on.node_names:
-        on.shape(node, rate)
+        on.limit_link(node, rate)
         done = on.exec(node, ["/bin/sh", "-c", "echo reno >/proc/sys/net/ipv4/tcp_congestion_control"])
         if done.returncode:
             raise MeasureError(f"congestion control of {node}: {done.stderr.strip()}")

@@ -44,11 +44,11 @@ class Job:
             f"--output={self._out}",
             *options,
         ]
-        self.id = on.sbatch([*asked, str(script)], user=USER)
+        self.id = on.submit_job([*asked, str(script)], user=USER)
 
     def hosts(self) -> list[str]:
         """Its nodes now."""
-        names = self._cluster.job(self.id)["NodeList"]
+        names = self._cluster.read_job(self.id)["NodeList"]
         return self._cluster.run(["scontrol", "show", "hostnames", names]).stdout.split()
 
     def goes_on(self, since: float, within_s: float = 60.0) -> dict[str, float]:

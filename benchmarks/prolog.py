@@ -67,7 +67,7 @@ def _sbatch(on: Cluster, extra: list[str]) -> float:
     """Seconds from the call of sbatch to its script at work."""
     out = directory(on) / "out"
     began = time.time()
-    on.sbatch([*_NODES, f"--output={out}", *extra, "--wrap=date +%s.%N"], user=USER)
+    on.submit_job([*_NODES, f"--output={out}", *extra, "--wrap=date +%s.%N"], user=USER)
     wait_for("a trivial batch job starts", lambda: out.exists() and out.read_text().endswith("\n"), 30, 0.01)
     try:
         return float(out.read_text()) - began

@@ -16,14 +16,14 @@ def measure(options: Options) -> list[Row]:
     runs = options.count(9)
     with cluster(2, site=False, controller=False) as on:
         program = str(directory(on, "puller.py") / "puller.py")
-        source = on.popen([PYTHON, program, "serve", "n2", str(options.state_bytes)], user=USER, node="n2")
+        source = on.start_command([PYTHON, program, "serve", "n2", str(options.state_bytes)], user=USER, node="n2")
         try:
             assert source.stdout is not None
             offer = source.stdout.readline()
             if not offer:
                 raise MeasureError(f"the source did not start: {source.communicate()[1]}")
             options.progress.say("pull", f"{runs} pulls of {options.gb:g} GB, beside plain transfers")
-            argv = [PYTHON, program, "fetch", "n1", "n2", on.address("n2"), str(runs)]
+            argv = [PYTHON, program, "fetch", "n1", "n2", on.find_address("n2"), str(runs)]
             try:
                 done = on.exec("n1", argv, user=USER, timeout_s=60 + 30 * runs * options.gb, stdin=offer)
             except subprocess.TimeoutExpired:

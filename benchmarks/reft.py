@@ -55,7 +55,7 @@ def _train(options: Options, on: Cluster, ranks: int, rounds: int, turns: int) -
     blocks = [word for way in IN_TRAINING for word in ("none:3", f"{way}{MEDIA[way]}:{block}")]
     plan = ["first", *_turned(speeds, rounds), *_turned(blocks, turns, 2), "none:3"]
     words = ["--bytes", str(options.state_bytes // SHARE), "--iteration", str(iteration_s), "--plan", ",".join(plan)]
-    job = TrainingJob(on, 1, 1, [*words, "--disk", str(on.home("alice"))], tasks=ranks)
+    job = TrainingJob(on, 1, 1, [*words, "--disk", str(on.locate_home("alice"))], tasks=ranks)
 
     def meanwhile() -> None:
         last = [line for line in job.lines() if line["what"] in ("speed", "iteration")][-1:]

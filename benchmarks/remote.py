@@ -43,9 +43,9 @@ def measure(options: Options) -> list[Row]:
 def _train(options: Options, on: Cluster, nodes: int, rounds: int) -> list[Line]:
     prepare(on)
     behind = on.node_names[-1]
-    on.shape(behind, STORE_RATE)
+    on.limit_link(behind, STORE_RATE)
     program = directory(on, "store.py") / "store.py"
-    store = on.popen([PYTHON, str(program), str(STORE_PORT)], user=USER, node=behind)
+    store = on.start_command([PYTHON, str(program), str(STORE_PORT)], user=USER, node=behind)
     try:
         assert store.stdout is not None
         if not store.stdout.readline():
@@ -63,7 +63,7 @@ def _train(options: Options, on: Cluster, nodes: int, rounds: int) -> list[Line]
             "--scheme",
             "blocking",
         ]
-        words += ["--store", f"{on.address(behind)}:{STORE_PORT}"]
+        words += ["--store", f"{on.find_address(behind)}:{STORE_PORT}"]
         job = TrainingJob(on, nodes, 2, words, exclude=behind)
         job.finish(TIMEOUT_S, _shaper(options, on, job, nodes))
     finally:
@@ -83,7 +83,7 @@ def _shaper(options: Options, on: Cluster, job: TrainingJob, nodes: int) -> Call
         for name, ranks in waiting.items():
             if ranks == nodes and name not in given:
                 for node in on.node_names[:-1]:
-                    on.shape(node, name.partition("-")[2])
+                    on.limit_link(node, name.partition("-")[2])
                 Path(f"{job.directory}/rank.go.{name}").touch()
                 given.add(name)
                 options.progress.say(f"fig11, {nodes} nodes", f"round and rate {name}")

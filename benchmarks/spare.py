@@ -48,7 +48,7 @@ def _cut(options: Options, on: Cluster) -> dict[str, float]:
     try:
         job.warm(options)
         victim, began = job.hosts()[1], time.time()
-        on.power_off(victim)
+        on.cut_power(victim)
         return job.goes_on(began)
     finally:
         job.end()

@@ -42,7 +42,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _tier(on: Cluster) -> Path:
-    path = on.home(USER) / "tier"
+    path = on.locate_home(USER) / "tier"
     path.mkdir(exist_ok=True)
     path.chmod(0o1777)  # what others may write to without the sticky bit is no tier
     return path
@@ -53,7 +53,7 @@ def _draining(job: TrainingJob, number: int) -> Iterator[None]:
     """One drain after the other."""
     stop = job.directory / f"stop.{number}"
     argv = ["nice", "-n", "19", "sh", "-c", LOOP, "loop", str(job.id), str(stop)]
-    with job.cluster.popen(argv, USER, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with job.cluster.start_command(argv, USER, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             yield
         finally:
@@ -157,7 +157,7 @@ def _recovery(options: Options, on: Cluster, tier: Path, source: str) -> tuple[f
             path.unlink()
         began = time.time()
         for host in cut:
-            on.power_off(host)
+            on.cut_power(host)
         job.wait_line("ready", RANKS, 180)
         whole_s = time.time() - began
         pulled = [event for event in _events(on, job) if event["name"] == "pulled" and float(str(event["t"])) > began]

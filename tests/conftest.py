@@ -108,16 +108,16 @@ def no_leaks(request: pytest.FixtureRequest, no_leaks_of_a_file: None) -> Iterat
 @pytest.fixture(scope="session", autouse=True)
 def clusters_are_marked() -> Iterator[None]:
     """Fail the test that brings up a cluster and is not marked: the stages of `make test` go by the marker."""
-    up = Cluster.up
+    up = Cluster.bring_up
 
     def marked_up(*arguments: Any, **options: Any) -> Cluster:
         if _running is not None and _running.get_closest_marker("cluster") is None:
             pytest.fail("this test brings up a cluster: mark it with pytest.mark.cluster")
         return up(*arguments, **options)
 
-    Cluster.up = marked_up  # type: ignore[method-assign,assignment]
+    Cluster.bring_up = marked_up  # type: ignore[method-assign,assignment]
     yield
-    Cluster.up = up  # type: ignore[method-assign]
+    Cluster.bring_up = up  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(wrapper=True)

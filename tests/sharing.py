@@ -38,9 +38,9 @@ class Shared:
             name: stays when the cluster is replaced, which is then the same to the leak check.
             let_go_s: within which what jobs hold is given back after a test.
             settings: beside, or over, `PATIENT`.
-            how: of `Cluster.up`.
+            how: of `Cluster.bring_up`.
         """
-        self._up = partial(Cluster.up, f"{name}{os.getpid()}", settings={**PATIENT, **settings}, **how)
+        self._up = partial(Cluster.bring_up, f"{name}{os.getpid()}", settings={**PATIENT, **settings}, **how)
         self._let_go_s = let_go_s
         self._cluster = self._up()
         self._is_clean = True
@@ -49,7 +49,7 @@ class Shared:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cluster.down()
+        self._cluster.tear_down()
 
     @contextmanager
     def lent(
@@ -78,8 +78,8 @@ def shared() -> Iterator[Shared]:
 @contextmanager
 def clean(cluster: Cluster, let_go_s: float, sweep: Callable[[Cluster], None] | None = None) -> Iterator[None]:
     """Take one test: afterwards its jobs are ended, all nodes are back, and nothing is left."""
-    if cluster.controller_pid() is None:
-        cluster.controller_start()
+    if cluster.find_controller_pid() is None:
+        cluster.start_controller()
     with nothing_left(cluster, let_go_s):
         bystander = Bystander(cluster)
         yield
@@ -95,14 +95,14 @@ def tidy(cluster: Cluster) -> None:
     for user in _USERS:
         cluster.run(["scancel", f"--user={user}"])
     until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1, what="queue empty")
-    if cluster.controller_pid() is None:
-        cluster.controller_start()
+    if cluster.find_controller_pid() is None:
+        cluster.start_controller()
     cluster.restore()
 
 
 def swept(cluster: Cluster) -> None:
     """Remove what MPICH and torch's data loaders leave of ranks that were killed."""
     for node in cluster.node_names:
-        for path in Path(f"/proc/{cluster.node_pid(node)}/root/dev/shm").iterdir():
+        for path in Path(f"/proc/{cluster.find_node_pid(node)}/root/dev/shm").iterdir():
             if _KILLED_RANKS_LEAVE.match(path.name):
                 path.unlink()

@@ -89,7 +89,7 @@ class SiteJobs:
         )
         return demo.TrainingRun(self, int(job.strip().split(";")[0]), directory, STEPS)
 
-    def job(self, job_id: int) -> dict[str, str]:
+    def read_job(self, job_id: int) -> dict[str, str]:
         """Return the job's state."""
         job = self.facts.ask_slurm(lambda slurm: slurm.read_job(job_id))
         return {"JobState": job.state}

@@ -62,7 +62,7 @@ def register(verbs: frame.Verbs) -> None:
 class Jobs(Protocol):
     """The jobs of a cluster or of a site."""
 
-    def job(self, job_id: int) -> dict[str, str]:
+    def read_job(self, job_id: int) -> dict[str, str]:
         """Return a job's facts; `JobState` is one of them."""
 
 
@@ -104,7 +104,7 @@ class TrainingRun:
     @property
     def state(self) -> str:
         """Return the job's state in Slurm."""
-        return self.cluster.job(self.id).get("JobState", "UNKNOWN")
+        return self.cluster.read_job(self.id).get("JobState", "UNKNOWN")
 
     def read_output(self) -> str:
         """Return the batch script's output."""
@@ -167,7 +167,7 @@ def find_examples() -> Path:
 
 
 def _submit_job(cluster: Cluster, label: str, args: argparse.Namespace, options: list[str]) -> DemoRun:
-    directory = cluster.home(USER) / label
+    directory = cluster.locate_home(USER) / label
     directory.mkdir()
     for path in find_examples().iterdir():
         if path.is_file():
@@ -177,7 +177,7 @@ def _submit_job(cluster: Cluster, label: str, args: argparse.Namespace, options:
     training = ["--parallel", args.parallel, "--steps", str(args.steps), "--log", str(directory / "loss.jsonl")]
     script = [str(directory / "job.sh"), *training]
     output = f"--output={directory}/out"
-    job = cluster.sbatch(["--requeue", "-N3", f"--chdir={directory}", output, *options, *script], user=USER)
+    job = cluster.submit_job(["--requeue", "-N3", f"--chdir={directory}", output, *options, *script], user=USER)
     return DemoRun(cluster, job, directory, args.steps)
 
 
@@ -211,10 +211,12 @@ def _inspect_job(run: DemoRun, *options: str) -> str:
 
 
 def _cut_power(run: DemoRun, args: argparse.Namespace, show: Show) -> str:
-    hosts = run.cluster.run(["scontrol", "show", "hostnames", run.cluster.job(run.id)["NodeList"]]).stdout.split()
+    hosts = run.cluster.run(
+        ["scontrol", "show", "hostnames", run.cluster.read_job(run.id)["NodeList"]]
+    ).stdout.split()
     victim = hosts[0] if args.victim == "batch-host" else hosts[1]
     run.cut_at.append(clock.time())
-    run.cluster.power_off(victim)
+    run.cluster.cut_power(victim)
     show.print_title(f"*** power of {victim} cut, in iteration {run.read_step() + 1} ***")
     return victim
 
@@ -317,14 +319,14 @@ def run(args: argparse.Namespace) -> int:
         show.print_title("starting 5 nodes: slurmctld, slurmd, munged, and the gemini controller")
         # Each cut fences a node, so the default budget would end a longer demonstration halfway.
         settings = {"fence_budget_nodes": args.cuts} if args.cuts > 2 else {}
-        cluster = Cluster.up(args.name, nodes=5, profile=args.profile, settings=settings, replace=True)
+        cluster = Cluster.bring_up(args.name, nodes=5, profile=args.profile, settings=settings, replace=True)
         try:
             return _run_jobs(cluster, args, show)
         finally:
             if args.keep:
                 show.say(f"The cluster is still there: gemini-hpc devcluster status --name {args.name}")
             else:
-                cluster.down()
+                cluster.tear_down()
     except DevclusterError as exc:
         show.say(f"gemini-hpc demo: {exc}")
     except DemoFailed as exc:
@@ -350,7 +352,7 @@ def _run_jobs(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
         wait_until(main, show, f"{victim} is dead", lambda n=number: has_recovered(main, n), 90)  # type: ignore[misc]
         show.print_title("training goes on")
         if number < args.cuts:
-            cluster.power_on(victim)
+            cluster.restore_power(victim)
             cluster.resume(victim)
     first_steps = {
         n: min(line["time"] for line in main.read_log() if line.get("restart") == n and "step" in line)

@@ -231,7 +231,7 @@ def _report_errors(action: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def _start_cluster(args: Any) -> int:
-    cluster = Cluster.up(
+    cluster = Cluster.bring_up(
         args.name,
         args.nodes,
         args.profile,
@@ -243,11 +243,11 @@ def _start_cluster(args: Any) -> int:
         replace=args.replace,
     )
     print(f"cluster {cluster.name}: {len(cluster.node_names)} nodes idle after {cluster.ready_s:.2f} s")
-    shown = cluster.status()
+    shown = cluster.read_status()
     absent = [part for part in ("plugin", "prolog", "epilog") if not getattr(shown, part)]
     if absent and not args.no_site:
         print(f"without {', '.join(absent)}: this installation has no such files")
-    if why := cgroups.untracked():
+    if why := cgroups.find_tracking_problem():
         print(f"without proctrack/cgroup: {why}; processes are tracked by their groups, and no memory is limited")
     print(f"files: {cluster.directory}")
     return 0
@@ -267,19 +267,19 @@ def _parse_setting(text: str) -> tuple[str, Setting]:
 
 def _remove_cluster(args: Any) -> int:
     requirements.check_root()
-    found = teardown.down(ClusterFiles(args.name))
+    found = teardown.tear_down(ClusterFiles(args.name))
     print(f"cluster {args.name}: {'gone' if found else 'there was none'}")
     return 0
 
 
 def _show_status(args: Any) -> int:
-    shown = Cluster.attach(args.name).status()
+    shown = Cluster.attach(args.name).read_status()
     print(msgspec.json.encode(shown).decode() if args.json else shown)
     return 0
 
 
 def _list_clusters(args: Any) -> int:
-    for name, alive in status.names().items():
+    for name, alive in status.list_clusters().items():
         print(f"{name}\t{'running' if alive else f'dead: gemini-hpc devcluster down --name {name}'}")
     return 0
 
@@ -290,25 +290,25 @@ def _run_command(args: Any) -> int:
 
 def _submit_job(args: Any) -> int:
     cluster = Cluster.attach(args.name)
-    return _exec_command(cluster, ["sbatch", *cluster.stage_script(args.command, args.user)], args.user, None)
+    return _exec_command(cluster, ["sbatch", *cluster.copy_script(args.command, args.user)], args.user, None)
 
 
 def _exec_command(cluster: Cluster, command: Sequence[str], user: str | None, node: str | None) -> NoReturn:
     """Replace this process by the command, which then owns terminal, signals and exit status."""
     terminal = {"TERM": os.environ["TERM"]} if "TERM" in os.environ else {}
-    argv, env = cluster.command(command, user, terminal, node=node)
+    argv, env = cluster.build_command(command, user, terminal, node=node)
     os.execve(argv[0], argv, env)
 
 
 def _cut_power(args: Any) -> int:
-    Cluster.attach(args.name).power_off(args.node, args.reset)
+    Cluster.attach(args.name).cut_power(args.node, args.reset)
     return 0
 
 
 def _start_node(args: Any) -> int:
     cluster, began = Cluster.attach(args.name), clock.monotonic()
-    cluster.power_on(args.node)
-    print(f"{args.node}: registered after {clock.monotonic() - began:.2f} s, {cluster.node_state(args.node)}")
+    cluster.restore_power(args.node)
+    print(f"{args.node}: registered after {clock.monotonic() - began:.2f} s, {cluster.read_node_state(args.node)}")
     return 0
 
 
@@ -318,7 +318,7 @@ def _resume_node(args: Any) -> int:
 
 
 def _limit_link(args: Any) -> int:
-    Cluster.attach(args.name).shape(args.node, None if args.rate == "off" else args.rate)
+    Cluster.attach(args.name).limit_link(args.node, None if args.rate == "off" else args.rate)
     return 0
 
 

@@ -8,11 +8,11 @@ import pwd
 from gemini_hpc import clock
 from gemini_hpc.devcluster import database, enter, network, slurm
 from gemini_hpc.devcluster.accounts import USERS
-from gemini_hpc.devcluster.errors import DevclusterError, log_tail
+from gemini_hpc.devcluster.errors import DevclusterError, read_log_tail
 from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.network import CONTROLLER
 from gemini_hpc.devcluster.processes import ProcessId
-from gemini_hpc.devcluster.requirements import program
+from gemini_hpc.devcluster.requirements import find_program
 from gemini_hpc.devcluster.slurmconf import SLURMDBD_PORT
 
 ACCOUNT = "lab"
@@ -28,15 +28,15 @@ def start(layout: ClusterFiles, outer: ProcessId) -> None:
     network.acknowledge_at_once(outer.pid)
     database.start(layout, outer)
     _write_conf(layout)
-    argv = [program("slurmdbd")]
-    done = enter.complete(enter.start(enter.command(layout, outer.pid, argv)), None, 20.0)
+    argv = [find_program("slurmdbd")]
+    done = enter.complete(enter.start_command(enter.build_command(layout, outer.pid, argv)), None, 20.0)
     log, deadline = layout.log / "slurmdbd.log", clock.monotonic() + 20.0
     if done.returncode:
-        raise DevclusterError(f"slurmdbd did not start: {' '.join(done.stderr.split()) or log_tail(log)}")
+        raise DevclusterError(f"slurmdbd did not start: {' '.join(done.stderr.split()) or read_log_tail(log)}")
     while not network.listens(outer.pid, SLURMDBD_PORT):
         fatal = log.exists() and "fatal:" in log.read_text(errors="replace")
         if fatal or clock.monotonic() > deadline:
-            raise DevclusterError(f"slurmdbd did not come up: {log_tail(log)}")
+            raise DevclusterError(f"slurmdbd did not come up: {read_log_tail(log)}")
         clock.sleep(0.01)
     _fill(layout, outer)
 

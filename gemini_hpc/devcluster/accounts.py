@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import ClusterFiles
-from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, node_address
+from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, derive_node_address
 
 USERS = {"alice": 5001, "bob": 5002, "carol": 5003}
 
@@ -31,7 +31,7 @@ def write(layout: ClusterFiles, nodes: list[str]) -> None:
         lines += [line for line in host_file.read_text().splitlines() if line.split(":")[0] not in USERS]
         (layout.etc / host_file.name).write_text("\n".join(lines) + "\n")
     hosts = ["127.0.0.1 localhost", f"{CONTROLLER_ADDRESS} {CONTROLLER}"]
-    hosts += [f"{node_address(node)} {node}" for node in nodes]
+    hosts += [f"{derive_node_address(node)} {node}" for node in nodes]
     (layout.etc / "hosts").write_text("\n".join(hosts) + "\n")
     for name, uid in USERS.items():
         home = layout.home / name
@@ -39,7 +39,7 @@ def write(layout: ClusterFiles, nodes: list[str]) -> None:
         os.chown(home, uid, uid)
 
 
-def account(layout: ClusterFiles, name: str) -> Account:
+def find_account(layout: ClusterFiles, name: str) -> Account:
     """Return a user as the cluster knows it."""
     for line in (layout.etc / "passwd").read_text().splitlines():
         fields = line.split(":")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini_hpc.devcluster import processes
-from gemini_hpc.devcluster.errors import DevclusterError, log_tail
+from gemini_hpc.devcluster.errors import DevclusterError, read_log_tail
 from gemini_hpc.devcluster.processes import ProcessId
 
 Mount = list[str | int | bool]
@@ -72,15 +72,17 @@ class Boot:
     def wait_ready(self, timeout_s: float = 10.0) -> ProcessId:
         """Wait until the mounts are in place; return the init with its pid on this machine."""
         if not select.select([self._channel], [], [], timeout_s)[0]:
-            raise DevclusterError(f"host {self.host} did not come up within {timeout_s:g} s: {log_tail(self._log)}")
+            raise DevclusterError(
+                f"host {self.host} did not come up within {timeout_s:g} s: {read_log_tail(self._log)}"
+            )
         message, ancillary, _, _ = self._channel.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
         if message != b"ready":
-            reason = message.decode().removeprefix("error: ") or f"its init ended: {log_tail(self._log)}"
+            reason = message.decode().removeprefix("error: ") or f"its init ended: {read_log_tail(self._log)}"
             raise DevclusterError(f"host {self.host} did not come up: {reason}")
         self._launcher.wait(timeout_s)
         pid = _CREDENTIALS.unpack(ancillary[0][2][: _CREDENTIALS.size])[0]
         if (found := processes.identify(pid)) is None:
-            raise DevclusterError(f"host {self.host} ended at once: {log_tail(self._log)}")
+            raise DevclusterError(f"host {self.host} ended at once: {read_log_tail(self._log)}")
         return found
 
     def commit(self) -> None:

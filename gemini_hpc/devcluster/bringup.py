@@ -37,7 +37,7 @@ def bring_up(
     slurm_conf: Sequence[str],
 ) -> None:
     """Start hosts, network and daemons. Until the last line the cluster dies with this process."""
-    _directories(layout)
+    _create_directories(layout)
     build = SiteBuild(layout) if site else None
     try:
         accounts.write(layout, nodes)
@@ -54,7 +54,7 @@ def bring_up(
                 accounting.start(layout, outer)
             services.start_slurmctld(layout, outer)
             started = hosts.boot_nodes(layout, outer, profile, nodes)
-            services.wait_slurmctld(layout, outer)
+            services.wait_for_slurmctld(layout, outer)
             if build:
                 build.wait()
             hosts.start_daemons(layout, profile, started)
@@ -68,7 +68,7 @@ def bring_up(
             build.cancel()
 
 
-def _directories(layout: ClusterFiles) -> None:
+def _create_directories(layout: ClusterFiles) -> None:
     slurm = pwd.getpwnam("slurm")
     layout.directory.mkdir(mode=0o755)
     for path in (

@@ -25,7 +25,7 @@ REMOVE_TIMEOUT_S = 5.0  # killed processes leave their cgroup within this time
 TRACKED_BEFORE = (23, 11)
 
 
-def _base() -> Path | None:
+def _find_base() -> Path | None:
     """Return the directory of all clusters: the nearest limit that this process has, else the top.
 
     None means that this machine has no writable v1 memory cgroups.
@@ -41,39 +41,39 @@ def _base() -> Path | None:
     return Path(here.mount)
 
 
-def _clusters(layout: ClusterFiles) -> dict[str, Path]:
+def _locate_directories(layout: ClusterFiles) -> dict[str, Path]:
     """Return the cluster's directories by mount point, {} if there is none for memory."""
-    base = _base()
+    base = _find_base()
     if base is None:
         return {}
     name = f"gemini-devcluster-{layout.name}"
     return {MOUNT: base / name, **{at: Path(at, name) for at in BESIDE if os.access(f"{at}/cgroup.procs", os.W_OK)}}
 
 
-def possible() -> bool:
+def are_possible() -> bool:
     """Return whether nodes get their own memory cgroups here."""
-    return _base() is not None
+    return _find_base() is not None
 
 
-def untracked() -> str:
+def find_tracking_problem() -> str:
     """Return why Slurm cannot track a job's processes by cgroups here, "" if it can."""
-    if slurm.release() >= TRACKED_BEFORE:
-        return f"this has not been tried with Slurm {'.'.join(map(str, slurm.release()))}"
-    if not possible() or not os.access("/sys/fs/cgroup/freezer/cgroup.procs", os.W_OK):
+    if slurm.read_release() >= TRACKED_BEFORE:
+        return f"this has not been tried with Slurm {'.'.join(map(str, slurm.read_release()))}"
+    if not are_possible() or not os.access("/sys/fs/cgroup/freezer/cgroup.procs", os.W_OK):
         return "this machine has no writable v1 hierarchies for memory and freezer"
     return ""
 
 
-def node(layout: ClusterFiles, name: str) -> dict[str, str]:
+def find_node_directories(layout: ClusterFiles, name: str) -> dict[str, str]:
     """Return, by mount point, the directory that the node sees there; {} if it has none of its own."""
-    return {at: str(top / name) for at, top in _clusters(layout).items() if (top / name).is_dir()}
+    return {at: str(top / name) for at, top in _locate_directories(layout).items() if (top / name).is_dir()}
 
 
 def make(layout: ClusterFiles, nodes: Sequence[str]) -> None:
     """Make empty cgroups for these nodes, as after a boot."""
-    for at, top in _clusters(layout).items():
+    for at, top in _locate_directories(layout).items():
         for name in nodes:
-            _remove(top / name)
+            _remove_tree(top / name)
             with contextlib.suppress(OSError):
                 (top / name / SLURMD if at == MOUNT else top / name).mkdir(parents=True)
 
@@ -83,11 +83,11 @@ def remove(layout: ClusterFiles, name: str = "") -> None:
 
     Their processes have ended, or are about to end.
     """
-    for top in _clusters(layout).values():
-        _remove(top / name)
+    for top in _locate_directories(layout).values():
+        _remove_tree(top / name)
 
 
-def _remove(top: Path) -> None:
+def _remove_tree(top: Path) -> None:
     deadline = clock.monotonic() + REMOVE_TIMEOUT_S
     while top.is_dir():
         for directory, _, _ in os.walk(top, topdown=False):
@@ -98,7 +98,7 @@ def _remove(top: Path) -> None:
         clock.sleep(0.01)
 
 
-def into_slurmds(argv: Sequence[str]) -> list[str]:
+def wrap_for_slurmd(argv: Sequence[str]) -> list[str]:
     """Return a command that begins in slurmd's cgroup, if there is one."""
     procs = f"{MOUNT}/{SLURMD}/cgroup.procs"
     return ["/bin/sh", "-c", f'if [ -w {procs} ]; then echo 0 >{procs}; fi; exec "$@"', "sh", *argv]

@@ -30,11 +30,11 @@ class Machines(Protocol):
         """Return whether a node has power."""
         ...
 
-    def power_off(self, node: str) -> None:
+    def cut_power(self, node: str) -> None:
         """Cut a node's power."""
         ...
 
-    def power_on(self, node: str) -> None:
+    def restore_power(self, node: str) -> None:
         """Start a node."""
         ...
 
@@ -42,11 +42,11 @@ class Machines(Protocol):
         """Resume a node from DOWN and DRAIN."""
         ...
 
-    def node_states(self) -> dict[str, str]:
+    def read_node_states(self) -> dict[str, str]:
         """Return Slurm's state of each node."""
         ...
 
-    def queue(self) -> list[tuple[int, str, str]]:
+    def read_queue(self) -> list[tuple[int, str, str]]:
         """Return id, state and list of nodes of each unfinished job."""
         ...
 
@@ -98,7 +98,7 @@ class ChaosEvent(msgspec.Struct, frozen=True):
         return f"{stamp} {self.after_s:+8.1f} s  {words}{jobs}{f': {self.detail}' if self.detail else ''}"
 
 
-def moments(weather: Weather, chance: random.Random) -> Iterator[float]:
+def draw_cut_times(weather: Weather, chance: random.Random) -> Iterator[float]:
     """Yield the times of the cuts, in seconds after the beginning."""
     at = 0.0
     while True:
@@ -133,7 +133,7 @@ class Chaos:
         At the end, and also after an interrupt, every node gets its power back. Raises DevclusterError if
         there is no job at all.
         """
-        if not self._cluster.queue():
+        if not self._cluster.read_queue():
             raise DevclusterError(f"cluster {self._cluster.name} has no job: submit one first")
         chance = random.Random(self._weather.seed)
         self._began, cuts = clock.monotonic(), 0
@@ -142,7 +142,7 @@ class Chaos:
         self._report_event("begin", detail=f"a cut {pace}, repaired after {w.repair_s:g} s")
         try:
             why = ""
-            for at in moments(w, chance):
+            for at in draw_cut_times(w, chance):
                 last = w.duration_s is not None and at > w.duration_s
                 if why := self._wait(w.duration_s if last else at):
                     break
@@ -165,17 +165,17 @@ class Chaos:
     def _wait(self, until_s: float | None) -> str:
         """Repair nodes until the given time; return why the run is over, "" if it is not."""
         while True:
-            self._look_after()
+            self._advance_repairs()
             left = (until_s or 0.0) - self._after_s
             if left <= 0:
                 return ""
-            if not self._cluster.queue():
+            if not self._cluster.read_queue():
                 return "no job is left"
             clock.sleep(max(0.0, min(LOOK_S, left)))
 
     def _cut(self, chance: random.Random) -> int:
         jobs: dict[str, list[int]] = {}
-        for job, state, nodes in self._cluster.queue():
+        for job, state, nodes in self._cluster.read_queue():
             if state == "RUNNING":
                 for node in hostlist.expand(nodes):
                     jobs.setdefault(node, []).append(job)
@@ -188,20 +188,20 @@ class Chaos:
             return 0
         node = found[int(draw * len(found))]
         self._repairs.append(_Repair(node, clock.monotonic() + self._weather.repair_s))
-        self._cluster.power_off(node)
+        self._cluster.cut_power(node)
         self._report_event("cut", node, jobs[node])
         return 1
 
-    def _look_after(self) -> None:
+    def _advance_repairs(self) -> None:
         """Switch repaired nodes on, and return nodes with power to service once Slurm knows why they were away."""
         now = clock.monotonic()
         for repair in list(self._repairs):
             if not repair.on and repair.due <= now:
-                self._power(repair)
+                self._restore_power(repair)
         waiting = [repair for repair in self._repairs if repair.on]
         if not waiting:
             return
-        states = self._cluster.node_states()
+        states = self._cluster.read_node_states()
         for repair in waiting:
             state = states.get(repair.node, "unknown").lower()
             if "*" in state or any(word in state for word in _LOST):
@@ -219,10 +219,10 @@ class Chaos:
                 )
                 self._repairs.remove(repair)
 
-    def _power(self, repair: _Repair) -> None:
+    def _restore_power(self, repair: _Repair) -> None:
         try:
             if not self._cluster.is_on(repair.node):  # another process may have switched it on
-                self._cluster.power_on(repair.node)
+                self._cluster.restore_power(repair.node)
         except DevclusterError as error:
             self._repairs.remove(repair)
             self._report_event("stuck", repair.node, detail=str(error))
@@ -234,8 +234,8 @@ class Chaos:
         """Leave no node without power or out of service."""
         for repair in list(self._repairs):
             if not repair.on:
-                self._power(repair)
+                self._restore_power(repair)
         deadline = clock.monotonic() + BACK_S
         while self._repairs and clock.monotonic() < deadline:
-            self._look_after()
+            self._advance_repairs()
             clock.sleep(LOOK_S)

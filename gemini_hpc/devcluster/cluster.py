@@ -38,7 +38,7 @@ from gemini_hpc.devcluster.status import ClusterStatus
 
 
 class Cluster:
-    """A running cluster, made by `up` or `attach`; a context manager takes it down at the end.
+    """A running cluster, made by `bring_up` or `attach`; a context manager takes it down at the end.
 
     Nodes are n1..nK, the controller host is ctl. Paths below `directory` are the same inside and outside.
     Every method raises `DevclusterError` if the cluster is gone or has no such node or user.
@@ -51,11 +51,11 @@ class Cluster:
         self._profile = profile
         self.name = layout.name
         self.node_names = list(node_names)
-        # seconds from the call of `up` to all nodes idle; None after `attach`
+        # seconds from the call of `bring_up` to all nodes idle; None after `attach`
         self.ready_s = ready_s
 
     @classmethod
-    def up(
+    def bring_up(
         cls,
         name: str = "dev",
         nodes: int = 5,
@@ -86,19 +86,19 @@ class Cluster:
             replace: Take a running cluster of this name down first.
         """
         began = clock.monotonic()
-        layout, chosen = ClusterFiles(name), profiles.profile(profile)
+        layout, chosen = ClusterFiles(name), profiles.find_profile(profile)
         requirements.check(chosen)
-        environment.interpreter()
+        environment.find_interpreter()
         limits = (("nodes", nodes, network.MAX_NODES), ("cpus", cpus, 1024), ("memory_mb", memory_mb, 1 << 30))
         for what, value, most in limits:
             if not 1 <= value <= most:
                 raise DevclusterError(f"{what}={value}: must be between 1 and {most}")
         if status.is_alive(layout) and not replace:
             raise DevclusterError(f"cluster {name} is already running: take it down first, or use --replace")
-        teardown.down(layout)
-        cluster = cls(layout, network.node_names(nodes), chosen)
+        teardown.tear_down(layout)
+        cluster = cls(layout, network.list_node_names(nodes), chosen)
         try:
-            with lock.starting(), lock.cluster(layout):
+            with lock.hold_start_lock(), lock.hold_cluster_lock(layout):
                 if layout.directory.exists():
                     raise _TakenError(f"somebody else is starting cluster {name} right now")
                 bringup.bring_up(
@@ -111,14 +111,14 @@ class Cluster:
                     overrides=settings or {},
                     slurm_conf=slurm_conf,
                 )
-                slurm.wait_idle(layout, cluster._outer(), cluster.node_names, 30.0)
+                slurm.wait_idle(layout, cluster._load_outer(), cluster.node_names, 30.0)
                 cluster.ready_s = clock.monotonic() - began
-                if controller and services.controller_exists():
-                    services.start_controller(layout, cluster._outer())
+                if controller and services.has_controller():
+                    services.start_controller(layout, cluster._load_outer())
         except _TakenError:
             raise
         except BaseException:
-            teardown.down(layout)
+            teardown.tear_down(layout)
             raise
         return cluster
 
@@ -127,9 +127,9 @@ class Cluster:
         """Return a cluster that is already running."""
         requirements.check_root()
         layout = ClusterFiles(name)
-        _outer(layout)
+        _load_outer(layout)
         known = record.load_cluster(layout)
-        return cls(layout, known.nodes, profiles.profile(known.profile))
+        return cls(layout, known.nodes, profiles.find_profile(known.profile))
 
     def __enter__(self) -> Self:
         return self
@@ -137,11 +137,11 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.down()
+        self.tear_down()
 
-    def down(self) -> None:
+    def tear_down(self) -> None:
         """End every process and remove every file of the cluster; do nothing if it is already down."""
-        teardown.down(self._layout)
+        teardown.tear_down(self._layout)
 
     # Queries
 
@@ -155,46 +155,50 @@ class Cluster:
         """Return the directory of slurmctld.log, slurmd.nK.log, controller.log, plugin-build.log and init.log."""
         return self._layout.log
 
-    def home(self, user: str) -> Path:
+    def locate_home(self, user: str) -> Path:
         """Return a user's home directory."""
-        return accounts.account(self._layout, user).home
+        return accounts.find_account(self._layout, user).home
 
-    def address(self, host: str) -> str:
+    def find_address(self, host: str) -> str:
         """Return the IPv4 address of a node, or of "ctl"."""
-        return network.CONTROLLER_ADDRESS if host == network.CONTROLLER else network.node_address(self._known(host))
+        return (
+            network.CONTROLLER_ADDRESS
+            if host == network.CONTROLLER
+            else network.derive_node_address(self._check_node(host))
+        )
 
     def is_on(self, node: str) -> bool:
         """Return whether a node has power."""
-        return hosts.running(self._layout, self._known(node)) is not None
+        return hosts.find_init(self._layout, self._check_node(node)) is not None
 
-    def node_pid(self, node: str) -> int:
+    def find_node_pid(self, node: str) -> int:
         """Return the host pid of the init of a node that is on."""
-        return self._running(node).pid
+        return self._require_init(node).pid
 
-    def node_state(self, node: str) -> str:
+    def read_node_state(self, node: str) -> str:
         """Return Slurm's state of a node as sinfo prints it: "idle", "mixed", "down*", "drained"."""
-        return self.node_states()[self._known(node)]
+        return self.read_node_states()[self._check_node(node)]
 
-    def node_states(self) -> dict[str, str]:
+    def read_node_states(self) -> dict[str, str]:
         """Return Slurm's state of each node, as sinfo prints it."""
-        return slurm.node_states(self._layout, self._outer())
+        return slurm.read_node_states(self._layout, self._load_outer())
 
-    def job(self, job_id: int) -> dict[str, str]:
+    def read_job(self, job_id: int) -> dict[str, str]:
         """Return the fields of `scontrol show job` (JobState, NodeList, Restarts, ...)."""
-        return slurm.show(self._layout, self._outer(), "job", str(job_id))
+        return slurm.show(self._layout, self._load_outer(), "job", str(job_id))
 
-    def queue(self) -> list[tuple[int, str, str]]:
+    def read_queue(self) -> list[tuple[int, str, str]]:
         """Return the unfinished jobs: id, state ("RUNNING", "PENDING"), list of nodes as Slurm writes it."""
-        return slurm.queue(self._layout, self._outer())
+        return slurm.read_queue(self._layout, self._load_outer())
 
     def wait_idle(self, nodes: Sequence[str] | None = None, timeout_s: float = 30.0) -> None:
         """Wait until Slurm reports these nodes (default: all) as idle."""
-        chosen = self.node_names if nodes is None else [self._known(node) for node in nodes]
-        slurm.wait_idle(self._layout, self._outer(), chosen, timeout_s)
+        chosen = self.node_names if nodes is None else [self._check_node(node) for node in nodes]
+        slurm.wait_idle(self._layout, self._load_outer(), chosen, timeout_s)
 
-    def status(self) -> ClusterStatus:
+    def read_status(self) -> ClusterStatus:
         """Return the nodes, their power, Slurm's view of them, and whether the controller service runs."""
-        return status.collect(self._layout, self._outer())
+        return status.collect(self._layout, self._load_outer())
 
     # Commands
 
@@ -215,7 +219,7 @@ class Cluster:
         killed and `subprocess.TimeoutExpired` raised.
         """
         pipe = subprocess.DEVNULL if stdin is None else subprocess.PIPE
-        process = enter.start(self.command(argv, user, env, cwd, node=node), stdin=pipe)
+        process = enter.start_command(self.build_command(argv, user, env, cwd, node=node), stdin=pipe)
         return enter.complete(process, stdin, timeout_s)
 
     def exec(
@@ -232,7 +236,7 @@ class Cluster:
         """Run a command on a node (see `run`)."""
         return self.run(argv, user, timeout_s, env, cwd, stdin=stdin, node=node)
 
-    def popen(
+    def start_command(
         self,
         argv: Sequence[str],
         user: str | None = None,
@@ -245,9 +249,9 @@ class Cluster:
         stderr: enter.Stream = subprocess.PIPE,
     ) -> ClusterProcess:
         """Start a command without waiting for it; its signals go to the whole process group."""
-        return enter.start(self.command(argv, user, env, cwd, node=node), stdin, stdout, stderr)
+        return enter.start_command(self.build_command(argv, user, env, cwd, node=node), stdin, stdout, stderr)
 
-    def command(
+    def build_command(
         self,
         argv: Sequence[str],
         user: str | None = None,
@@ -257,11 +261,11 @@ class Cluster:
         node: str | None = None,
     ) -> tuple[list[str], dict[str, str]]:
         """Return argument vector and environment that run a command inside when executed on this machine."""
-        host = self._outer() if node is None else self._running(node)
+        host = self._load_outer() if node is None else self._require_init(node)
         configless = self._profile.configless and node is not None
-        return enter.command(self._layout, host.pid, argv, user=user, env=env, cwd=cwd, configless=configless)
+        return enter.build_command(self._layout, host.pid, argv, user=user, env=env, cwd=cwd, configless=configless)
 
-    def sbatch(
+    def submit_job(
         self,
         args: Sequence[str],
         user: str = "alice",
@@ -275,35 +279,35 @@ class Cluster:
         `script` is a batch script's text in place of a file. A script file may be anywhere on this machine,
         since it is copied into the home.
         """
-        argv = [requirements.program("sbatch"), "--parsable", *self.stage_script(args, user)]
+        argv = [requirements.find_program("sbatch"), "--parsable", *self.copy_script(args, user)]
         done = self.run(argv, user, timeout_s, env, stdin=script)
         if done.returncode:
             raise DevclusterError(" ".join(done.stderr.split()) or "sbatch failed")
         return int(done.stdout.strip().split(";")[0])
 
-    def stage_script(self, args: Sequence[str], user: str) -> list[str]:
+    def copy_script(self, args: Sequence[str], user: str) -> list[str]:
         """Return the arguments of sbatch, with the script copied to where `user` can read it."""
-        return submit.stage_script(args, accounts.account(self._layout, user))
+        return submit.copy_script(args, accounts.find_account(self._layout, user))
 
     # Power and links
 
-    def power_off(self, node: str, reset: bool = False) -> None:
+    def cut_power(self, node: str, reset: bool = False) -> None:
         """Cut a node's power.
 
         Its peers receive nothing more from it. With `reset` they see their connections closed.
         """
-        with lock.cluster(self._layout):
-            hosts.power_off(self._layout, self._outer(), node, self._running(node), reset)
+        with lock.hold_cluster_lock(self._layout):
+            hosts.cut_power(self._layout, self._load_outer(), node, self._require_init(node), reset)
 
-    def power_on(self, node: str, timeout_s: float = 20.0) -> None:
+    def restore_power(self, node: str, timeout_s: float = 20.0) -> None:
         """Start a node with empty memory, and wait until its slurmd has registered.
 
         Slurm may still report the node as down (see `resume`).
         """
-        with lock.cluster(self._layout):
+        with lock.hold_cluster_lock(self._layout):
             if self.is_on(node):
                 raise DevclusterError(f"node {node} of cluster {self.name} is already on")
-            outer, last = self._outer(), slurm.slurmd_started(self._layout, self._outer(), node)
+            outer, last = self._load_outer(), slurm.read_slurmd_start(self._layout, self._load_outer(), node)
             # Slurm distinguishes two slurmds only by the second in which they started.
             clock.sleep(max(0.0, last + 1.0 - clock.time()))
             began = int(clock.time())
@@ -311,7 +315,7 @@ class Cluster:
                 self._layout, self._profile, hosts.boot_nodes(self._layout, outer, self._profile, [node])
             )
         deadline = clock.monotonic() + timeout_s
-        while slurm.slurmd_started(self._layout, outer, node) < began:
+        while slurm.read_slurmd_start(self._layout, outer, node) < began:
             if clock.monotonic() > deadline:
                 raise DevclusterError(
                     f"slurmd of {node} has not registered within {timeout_s:g} s; see {self._layout.log}"
@@ -320,7 +324,14 @@ class Cluster:
 
     def resume(self, node: str) -> None:
         """Resume a node from DOWN and DRAIN."""
-        slurm.ask(self._layout, self._outer(), "scontrol", "update", f"nodename={self._known(node)}", "state=resume")
+        slurm.ask(
+            self._layout,
+            self._load_outer(),
+            "scontrol",
+            "update",
+            f"nodename={self._check_node(node)}",
+            "state=resume",
+        )
 
     def restore(self, timeout_s: float = 60.0) -> None:
         """Return every node to power and service, and wait until all are idle.
@@ -329,57 +340,57 @@ class Cluster:
         """
         for node in self.node_names:
             if not self.is_on(node):
-                self.power_on(node)
-        for node, state in self.node_states().items():
+                self.restore_power(node)
+        for node, state in self.read_node_states().items():
             if any(word in state.lower() for word in ("down", "drain", "fail")):
                 with suppress(DevclusterError):  # Slurm has done it meanwhile
                     self.resume(node)
         if timeout_s:
             self.wait_idle(timeout_s=timeout_s)
 
-    def shape(self, node: str, rate: str | None) -> None:
+    def limit_link(self, node: str, rate: str | None) -> None:
         """Limit a node's link in both directions ("1gbit"); None removes the limit.
 
         The limit outlives a power-off.
         """
         if rate is not None:
-            network.rate_bits(rate)
-        with lock.cluster(self._layout):
-            if process := hosts.running(self._layout, self._known(node)):
-                network.shape(self._outer().pid, node, process.pid, rate)
+            network.parse_rate(rate)
+        with lock.hold_cluster_lock(self._layout):
+            if process := hosts.find_init(self._layout, self._check_node(node)):
+                network.limit_link(self._load_outer().pid, node, process.pid, rate)
             hosts.set_rate(self._layout, node, rate)
 
     # The gemini controller service
 
-    def controller_start(self) -> int:
+    def start_controller(self) -> int:
         """Start the service as user slurm on the controller host; return its host pid."""
-        return services.start_controller(self._layout, self._outer()).pid
+        return services.start_controller(self._layout, self._load_outer()).pid
 
-    def controller_stop(self, sig: signal.Signals = signal.SIGTERM) -> bool:
+    def stop_controller(self, sig: signal.Signals = signal.SIGTERM) -> bool:
         """End the service; return False if it did not run."""
-        return services.stop_controller(self._layout, self._outer(), sig)
+        return services.stop_controller(self._layout, self._load_outer(), sig)
 
-    def controller_pid(self) -> int | None:
+    def find_controller_pid(self) -> int | None:
         """Return the host pid of the service, None if it does not run."""
-        found = services.controller(self._layout, self._outer())
+        found = services.find_controller(self._layout, self._load_outer())
         return found.pid if found else None
 
-    def _outer(self) -> ProcessId:
-        return _outer(self._layout)
+    def _load_outer(self) -> ProcessId:
+        return _load_outer(self._layout)
 
-    def _known(self, node: str) -> str:
+    def _check_node(self, node: str) -> str:
         if node not in self.node_names:
             raise DevclusterError(f"cluster {self.name} has no node {node!r}, only {', '.join(self.node_names)}")
         return node
 
-    def _running(self, node: str) -> ProcessId:
-        process = hosts.running(self._layout, self._known(node))
+    def _require_init(self, node: str) -> ProcessId:
+        process = hosts.find_init(self._layout, self._check_node(node))
         if process is None:
             raise DevclusterError(f"node {node} of cluster {self.name} is off")
         return process
 
 
-def _outer(layout: ClusterFiles) -> ProcessId:
+def _load_outer(layout: ClusterFiles) -> ProcessId:
     outer = processes.load(layout.outer)
     if outer is None or not processes.is_alive(outer):
         raise DevclusterError(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from gemini_hpc import clock
 from gemini_hpc.devcluster import enter
-from gemini_hpc.devcluster.errors import DevclusterError, log_tail
+from gemini_hpc.devcluster.errors import DevclusterError, read_log_tail
 from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
-from gemini_hpc.devcluster.requirements import program
+from gemini_hpc.devcluster.requirements import find_program
 
 NAME = "slurm_acct_db"
 # The places where slurmdbd searches, in the controller host's private /run. The choice depends on its client
@@ -34,12 +34,12 @@ def start(layout: ClusterFiles, outer: ProcessId) -> None:
     os.chown(layout.database, slurm.pw_uid, slurm.pw_gid)
     log = layout.log / "mariadbd.log"
     server = [
-        program("mariadbd"),
+        find_program("mariadbd"),
         # Ignore the settings of this machine's own server.
         "--no-defaults",
         "--user=slurm",
         f"--datadir={layout.database}",
-        f"--lc-messages-dir={_scripts()[0].parent}",
+        f"--lc-messages-dir={_find_scripts()[0].parent}",
         "--skip-networking",
         f"--socket={_SOCKET}",
         f"--pid-file={layout.database / 'mariadbd.pid'}",
@@ -51,22 +51,27 @@ def start(layout: ClusterFiles, outer: ProcessId) -> None:
         "--innodb-lock-wait-timeout=900",
     ]
     with log.open("a") as output:
-        bootstrap = enter.start(
-            enter.command(layout, outer.pid, [*server, "--bootstrap"]), subprocess.PIPE, output, subprocess.STDOUT
+        bootstrap = enter.start_command(
+            enter.build_command(layout, outer.pid, [*server, "--bootstrap"]),
+            subprocess.PIPE,
+            output,
+            subprocess.STDOUT,
         )
-        if enter.complete(bootstrap, _schema(), 30.0).returncode:
-            raise DevclusterError(f"mariadbd could not make its data directory: {log_tail(log)}")
+        if enter.complete(bootstrap, _build_schema(), 30.0).returncode:
+            raise DevclusterError(f"mariadbd could not make its data directory: {read_log_tail(log)}")
         prepare = 'install -d -o slurm -g slurm "${0%/*}" && ln -sfn "${0%/*}" "$1" && shift && exec "$@"'
-        argv = ["/bin/sh", "-c", prepare, _SOCKET, _OTHER_DIRECTORY, program("setsid"), "--fork", *server]
-        enter.start(enter.command(layout, outer.pid, argv), stdout=output, stderr=subprocess.STDOUT).wait(20.0)
+        argv = ["/bin/sh", "-c", prepare, _SOCKET, _OTHER_DIRECTORY, find_program("setsid"), "--fork", *server]
+        enter.start_command(
+            enter.build_command(layout, outer.pid, argv), stdout=output, stderr=subprocess.STDOUT
+        ).wait(20.0)
     deadline = clock.monotonic() + 20.0
     while "ready for connections" not in (text := log.read_text(errors="replace")):
         if "[ERROR] Aborting" in text or clock.monotonic() > deadline:
-            raise DevclusterError(f"mariadbd did not come up: {log_tail(log)}")
+            raise DevclusterError(f"mariadbd did not come up: {read_log_tail(log)}")
         clock.sleep(0.01)
 
 
-def _scripts() -> list[Path]:
+def _find_scripts() -> list[Path]:
     """Return the scripts that create MariaDB's own tables and first users."""
     for directory in _SCRIPTS:
         for prefix in _PREFIXES:
@@ -79,7 +84,7 @@ def _scripts() -> list[Path]:
     )
 
 
-def _schema() -> str:
+def _build_schema() -> str:
     # Users are authenticated by their socket's uid, so there is no password that could leak.
     head = "CREATE DATABASE mysql;\nUSE mysql;\nSET @auth_root_socket='slurm';\n"
-    return head + "".join(path.read_text() for path in _scripts()) + f"\nCREATE DATABASE {NAME};\n"
+    return head + "".join(path.read_text() for path in _find_scripts()) + f"\nCREATE DATABASE {NAME};\n"

@@ -12,7 +12,7 @@ from typing import IO
 
 from gemini_hpc.devcluster import accounts
 from gemini_hpc.devcluster.layout import INSIDE_PYTHON, MARKER, ClusterFiles
-from gemini_hpc.devcluster.requirements import program
+from gemini_hpc.devcluster.requirements import find_program
 
 Stream = int | IO[str] | IO[bytes] | None
 # `_CLOCK`: a node has its own boot time, if the kernel has time namespaces. `_IN_DIRECTORY` uses sh instead
@@ -21,17 +21,17 @@ _CLOCK = ["-T"] if os.path.exists("/proc/self/ns/time") else []
 _IN_DIRECTORY = 'cd -- "$0" && exec "$@"'
 
 
-def search_path() -> str:
+def build_search_path() -> str:
     """Return PATH inside, with Slurm's own directories added if they are unusual ones."""
     usual = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
-    slurm = [str(Path(program(name)).parent) for name in ("srun", "slurmd", "slurmctld")]
+    slurm = [str(Path(find_program(name)).parent) for name in ("srun", "slurmd", "slurmctld")]
     return os.pathsep.join(dict.fromkeys([str(INSIDE_PYTHON.parent), *slurm, *usual]))
 
 
-def environment(layout: ClusterFiles, user: str, home: Path) -> dict[str, str]:
+def build_environment(layout: ClusterFiles, user: str, home: Path) -> dict[str, str]:
     """Return a login's environment; no variable of the calling tool is passed on."""
     return {
-        "PATH": search_path(),
+        "PATH": build_search_path(),
         "HOME": str(home),
         "USER": user,
         "LOGNAME": user,
@@ -42,7 +42,7 @@ def environment(layout: ClusterFiles, user: str, home: Path) -> dict[str, str]:
     }
 
 
-def command(
+def build_command(
     layout: ClusterFiles,
     pid: int,
     argv: Sequence[str],
@@ -63,14 +63,14 @@ def command(
         cwd: The directory; None means the user's home, or / if there is none (or for root).
         configless: The host has no slurm.conf; Slurm's commands find the copy that slurmd has fetched.
     """
-    enter = [program("nsenter"), "-t", str(pid), "-n", "-m", "-u", "-i", "-p", *_CLOCK, "--"]
-    who = accounts.account(layout, user or "root")
+    enter = [find_program("nsenter"), "-t", str(pid), "-n", "-m", "-u", "-i", "-p", *_CLOCK, "--"]
+    who = accounts.find_account(layout, user or "root")
     if user is not None and who.uid != 0:
-        enter += [program("setpriv"), f"--reuid={who.uid}", f"--regid={who.gid}", "--init-groups", "--"]
+        enter += [find_program("setpriv"), f"--reuid={who.uid}", f"--regid={who.gid}", "--init-groups", "--"]
     if cwd is None:
         cwd = who.home if who.uid and who.home.is_dir() else "/"
     inside = ["/bin/sh", "-c", _IN_DIRECTORY, str(cwd), *argv]
-    variables = environment(layout, who.name, who.home)
+    variables = build_environment(layout, who.name, who.home)
     if configless:
         del variables["SLURM_CONF"]
     return enter + inside, {**variables, **(env or {})}
@@ -86,13 +86,13 @@ class ClusterProcess(subprocess.Popen[str]):
                 os.killpg(self.pid, sig)
 
 
-def start(
+def start_command(
     command_and_environment: tuple[list[str], dict[str, str]],
     stdin: Stream = subprocess.DEVNULL,
     stdout: Stream = subprocess.PIPE,
     stderr: Stream = subprocess.PIPE,
 ) -> ClusterProcess:
-    """Start the command that `command` has prepared, in its own session."""
+    """Start the command that `build_command` has prepared, in its own session."""
     argv, env = command_and_environment
     return ClusterProcess(
         argv,

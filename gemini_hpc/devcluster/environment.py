@@ -33,12 +33,12 @@ sys.exit(main())
 """
 
 
-def package() -> Path:
+def locate_package() -> Path:
     """Return the directory of the imported package."""
     return Path(gemini_hpc.__file__).resolve().parent
 
 
-def interpreter() -> str:
+def find_interpreter() -> str:
     """Return the interpreter of the virtual environment.
 
     Raises `DevclusterError` if users inside could not run it.
@@ -69,15 +69,15 @@ def build(layout: ClusterFiles) -> list[Mount]:
     for directory in (base, venv, source):
         directory.mkdir(parents=True)
     _link_environment(Path(sys.prefix), venv)
-    if not package().is_relative_to(sys.prefix):
+    if not locate_package().is_relative_to(sys.prefix):
         # pip compiles installed packages; a checkout would be compiled again at each start by users who
         # cannot write it.
-        compileall.compile_dir(package(), quiet=2)
-        examples = package().parent / "examples"  # an installed package has its own
+        compileall.compile_dir(locate_package(), quiet=2)
+        examples = locate_package().parent / "examples"  # an installed package has its own
         shutil.copytree(examples, source.parent / examples.name, ignore=shutil.ignore_patterns("__pycache__"))
     return [
         ["bind", sys.prefix, str(base), True],
-        ["bind", str(package()), str(source), True],
+        ["bind", str(locate_package()), str(source), True],
         ["bind", str(layout.opt), str(INSIDE), False],
     ]
 

@@ -12,7 +12,7 @@ class DevclusterError(Exception):
     """
 
 
-def log_tail(log: Path, lines: int = 4) -> str:
+def read_log_tail(log: Path, lines: int = 4) -> str:
     """Return the end of a log for an error message, on one line."""
     try:
         return " | ".join(log.read_text(errors="replace").splitlines()[-lines:])

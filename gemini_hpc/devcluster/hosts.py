@@ -16,7 +16,7 @@ from gemini_hpc.devcluster.layout import INSIDE, MARKER, SETTINGS, ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.profiles import Profile
 from gemini_hpc.devcluster.record import NodeRecord
-from gemini_hpc.devcluster.requirements import program
+from gemini_hpc.devcluster.requirements import find_program
 from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
 from gemini_hpc.node.job_directory import RUN_OPTIONS
 
@@ -34,7 +34,7 @@ def boot_controller(layout: ClusterFiles, python: list[Mount]) -> tuple[Boot, Pr
     if os.path.isdir("/etc/slurm"):
         etc.append(["bind", str(layout.slurm_etc), "/etc/slurm", False])
     boot = Boot(
-        [sys.executable, "-I", "-S", str(environment.package() / environment.INIT), layout.name],
+        [sys.executable, "-I", "-S", str(environment.locate_package() / environment.INIT), layout.name],
         network.CONTROLLER,
         [
             # first, because the environment may itself lie below /tmp
@@ -61,7 +61,7 @@ def boot_controller(layout: ClusterFiles, python: list[Mount]) -> tuple[Boot, Pr
         raise
 
 
-def _node_mounts(layout: ClusterFiles, profile: Profile, node: str) -> list[Mount]:
+def _list_node_mounts(layout: ClusterFiles, profile: Profile, node: str) -> list[Mount]:
     mounts: list[Mount] = [
         *_TMPFS,
         ["run", "/run/gemini-hpc", RUN_OPTIONS],  # as the prolog mounts it if it is not mounted
@@ -78,7 +78,7 @@ def _node_mounts(layout: ClusterFiles, profile: Profile, node: str) -> list[Moun
         *mounts,
         ["proc"],
         # All nodes share one kernel, but a node gets a new boot id with each power-on.
-        ["bind", str(layout.boot_id(node)), "/proc/sys/kernel/random/boot_id", True],
+        ["bind", str(layout.locate_boot_id(node)), "/proc/sys/kernel/random/boot_id", True],
     ]
 
 
@@ -86,7 +86,7 @@ def boot_nodes(
     layout: ClusterFiles, outer: ProcessId, profile: Profile, nodes: Sequence[str]
 ) -> dict[str, ProcessId]:
     """Switch several nodes on at once: namespaces and link, without daemons."""
-    python = environment.interpreter()
+    python = environment.find_interpreter()
     if python.startswith(f"{sys.prefix}/"):
         python = str(INSIDE / "base" / os.path.relpath(python, sys.prefix))
     init = INSIDE / "src" / "gemini_hpc" / environment.INIT
@@ -95,10 +95,12 @@ def boot_nodes(
     found: dict[str, ProcessId] = {}
     try:
         for node in nodes:
-            layout.boot_id(node).write_text(f"{uuid.uuid4()}\n")
-            argv, env = enter.command(layout, outer.pid, [python, "-I", "-S", str(init), layout.name])
-            mounts = _node_mounts(layout, profile, node)
-            mounts += [["bind", own, point, False] for point, own in cgroups.node(layout, node).items()]
+            layout.locate_boot_id(node).write_text(f"{uuid.uuid4()}\n")
+            argv, env = enter.build_command(layout, outer.pid, [python, "-I", "-S", str(init), layout.name])
+            mounts = _list_node_mounts(layout, profile, node)
+            mounts += [
+                ["bind", own, point, False] for point, own in cgroups.find_node_directories(layout, node).items()
+            ]
             boots[node] = Boot(argv, node, mounts, environment=env, log=layout.log / "init.log")
         for node, boot in boots.items():
             found[node] = boot.wait_ready()
@@ -106,8 +108,8 @@ def boot_nodes(
             known = record.load_node(layout, node)
             rate = known.rate if known else None
             if rate:
-                network.shape(outer.pid, node, found[node].pid, rate)
-            record.save(layout.node(node), NodeRecord(found[node].pid, found[node].start, rate))
+                network.limit_link(outer.pid, node, found[node].pid, rate)
+            record.save(layout.locate_node_record(node), NodeRecord(found[node].pid, found[node].start, rate))
             boot.commit()
     finally:
         for boot in boots.values():
@@ -125,10 +127,12 @@ def start_daemons(layout: ClusterFiles, profile: Profile, nodes: dict[str, Proce
     source = ["-f", str(layout.slurm_conf)]
     if profile.configless:
         source = ["--conf-server", f"{network.CONTROLLER}:{SLURMCTLD_PORT}"]
-    argv = [program("slurmd"), *source, "-N"]
+    argv = [find_program("slurmd"), *source, "-N"]
     started = {
-        node: enter.start(
-            enter.command(layout, process.pid, cgroups.into_slurmds([*argv, node]), configless=profile.configless)
+        node: enter.start_command(
+            enter.build_command(
+                layout, process.pid, cgroups.wrap_for_slurmd([*argv, node]), configless=profile.configless
+            )
         )
         for node, process in nodes.items()
     }
@@ -138,14 +142,14 @@ def start_daemons(layout: ClusterFiles, profile: Profile, nodes: dict[str, Proce
             raise DevclusterError(f"slurmd did not start on {node}: {' '.join(done.stderr.split())}")
 
 
-def running(layout: ClusterFiles, node: str) -> ProcessId | None:
+def find_init(layout: ClusterFiles, node: str) -> ProcessId | None:
     """Return the init of a node, None if the node is off."""
     known = record.load_node(layout, node)
     process = ProcessId(known.pid, known.start) if known else None
     return process if process and processes.is_alive(process) else None
 
 
-def power_off(layout: ClusterFiles, outer: ProcessId, node: str, process: ProcessId, reset: bool) -> None:
+def cut_power(layout: ClusterFiles, outer: ProcessId, node: str, process: ProcessId, reset: bool) -> None:
     """Cut the power of a node.
 
     Without `reset` the link is removed first, so peers receive nothing. With `reset` the processes end first.
@@ -153,14 +157,14 @@ def power_off(layout: ClusterFiles, outer: ProcessId, node: str, process: Proces
     """
     if not reset:
         network.unplug(outer.pid, node)
-        _end(node, process)
+        _end_init(node, process)
         cgroups.remove(layout, node)
         return
     # The network namespace must outlive its last process: otherwise the link ends before the packets are
     # sent.
     keep = os.open(f"/proc/{process.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _end(node, process)
+        _end_init(node, process)
         clock.sleep(RESET_S)
         network.unplug(outer.pid, node)
     finally:
@@ -168,7 +172,7 @@ def power_off(layout: ClusterFiles, outer: ProcessId, node: str, process: Proces
     cgroups.remove(layout, node)
 
 
-def _end(node: str, process: ProcessId) -> None:
+def _end_init(node: str, process: ProcessId) -> None:
     if not processes.end(process):
         raise DevclusterError(f"node {node}: process {process.pid} does not end; try again")
 
@@ -177,4 +181,4 @@ def set_rate(layout: ClusterFiles, node: str, rate: str | None) -> None:
     """Record a link's limit, so that it is set again at the next power-on."""
     known = record.load_node(layout, node)
     if known is not None:
-        record.save(layout.node(node), NodeRecord(known.pid, known.start, rate))
+        record.save(layout.locate_node_record(node), NodeRecord(known.pid, known.start, rate))

@@ -46,7 +46,7 @@ class ClusterFiles:
 
     @property
     def record(self) -> Path:
-        """Return the path of the record of `up`'s arguments (`record.ClusterRecord`)."""
+        """Return the path of the record of `bring_up`'s arguments (`record.ClusterRecord`)."""
         return self.directory / "cluster.json"
 
     @property
@@ -59,11 +59,11 @@ class ClusterFiles:
         """Return the directory of the nodes' records."""
         return self.directory / "nodes"
 
-    def node(self, node: str) -> Path:
+    def locate_node_record(self, node: str) -> Path:
         """Return the path of a node's record."""
         return self.nodes / f"{node}.json"
 
-    def boot_id(self, node: str) -> Path:
+    def locate_boot_id(self, node: str) -> Path:
         """Return the path of a node's boot id."""
         return self.nodes / f"{node}.boot_id"
 

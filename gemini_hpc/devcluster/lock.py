@@ -45,7 +45,7 @@ def _acquire(path: Path, flags: int, operation: int, wait_s: float) -> int | Non
 
 
 @contextmanager
-def cluster(layout: ClusterFiles) -> Iterator[None]:
+def hold_cluster_lock(layout: ClusterFiles) -> Iterator[None]:
     """Hold the lock of a cluster, so that only one tool at a time starts or ends it, or switches its nodes."""
     fd = _acquire(layout.lock, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, WAIT_S)
     if fd is None:
@@ -59,7 +59,7 @@ def cluster(layout: ClusterFiles) -> Iterator[None]:
 
 
 @contextmanager
-def starting() -> Iterator[None]:
+def hold_start_lock() -> Iterator[None]:
     """Hold the lock of starting clusters, which keeps the shared mount points from being removed."""
     fd = _acquire(ROOT, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_SH, WAIT_S)
     if fd is None:
@@ -71,7 +71,7 @@ def starting() -> Iterator[None]:
 
 
 @contextmanager
-def tidying() -> Iterator[bool]:
+def try_tidy_lock() -> Iterator[bool]:
     """Yield whether no cluster is starting; if so, none can start until the end of the block."""
     fd = _acquire(ROOT, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_EX, 0.0)
     try:

@@ -9,7 +9,7 @@ from gemini_hpc.devcluster import enter
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
-from gemini_hpc.devcluster.requirements import program
+from gemini_hpc.devcluster.requirements import find_program
 
 
 def create_key(layout: ClusterFiles) -> None:
@@ -22,7 +22,8 @@ def create_key(layout: ClusterFiles) -> None:
 def start(layout: ClusterFiles, hosts: Mapping[str, ProcessId]) -> None:
     """Start munged on several hosts at once, at its usual socket; they answer when the function returns."""
     started = {
-        host: enter.start(enter.command(layout, process.pid, _argv(layout, host))) for host, process in hosts.items()
+        host: enter.start_command(enter.build_command(layout, process.pid, _build_argv(layout, host)))
+        for host, process in hosts.items()
     }
     for host, process in started.items():
         done = enter.complete(process, None, 20.0)
@@ -30,9 +31,9 @@ def start(layout: ClusterFiles, hosts: Mapping[str, ProcessId]) -> None:
             raise DevclusterError(f"munged did not start on {host}: {' '.join(done.stderr.split())}")
 
 
-def _argv(layout: ClusterFiles, host: str) -> list[str]:
+def _build_argv(layout: ClusterFiles, host: str) -> list[str]:
     return [
-        program("munged"),
+        find_program("munged"),
         f"--key-file={layout.munge / 'munge.key'}",
         f"--log-file={layout.munge / f'munged.{host}.log'}",
         f"--seed-file={layout.munge / f'munged.{host}.seed'}",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.requirements import program
+from gemini_hpc.devcluster.requirements import find_program
 
 CONTROLLER = "ctl"
 CONTROLLER_ADDRESS = "10.77.0.1"
@@ -20,19 +20,19 @@ _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?bit)")
 
 
-def node_names(count: int) -> list[str]:
+def list_node_names(count: int) -> list[str]:
     """Return the names of the first `count` nodes."""
     return [f"n{number}" for number in range(1, count + 1)]
 
 
-def node_address(node: str) -> str:
+def derive_node_address(node: str) -> str:
     """Return a node's IPv4 address."""
     return f"10.77.0.{10 + int(node[1:])}"
 
 
-def _tool(name: str, pid: int, lines: Sequence[str]) -> None:
+def _run_batch(name: str, pid: int, lines: Sequence[str]) -> None:
     """Run a batch of `ip` or `tc` lines in the network namespace of a process."""
-    command = [program("nsenter"), "-t", str(pid), "-n", program(name), "-batch", "-"]
+    command = [find_program("nsenter"), "-t", str(pid), "-n", find_program(name), "-batch", "-"]
     done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False)
     if done.returncode:
         raise DevclusterError(f"{name} failed in the cluster's network: {' '.join(done.stderr.split())}")
@@ -40,7 +40,7 @@ def _tool(name: str, pid: int, lines: Sequence[str]) -> None:
 
 def create_bridge(outer: int) -> None:
     """Create the bridge of the cluster on the controller host."""
-    _tool(
+    _run_batch(
         "ip",
         outer,
         [
@@ -62,7 +62,7 @@ def acknowledge_at_once(outer: int) -> None:
     delayed acknowledgement.
     """
     address = f"{CONTROLLER_ADDRESS} dev br0 proto kernel scope host src {CONTROLLER_ADDRESS}"
-    _tool("ip", outer, [f"route change table local local {address} quickack 1"])
+    _run_batch("ip", outer, [f"route change table local local {address} quickack 1"])
 
 
 def plug(outer: int, node: str, node_pid: int) -> None:
@@ -72,7 +72,7 @@ def plug(outer: int, node: str, node_pid: int) -> None:
     """
     port, number = f"v{node}", int(node[1:])
     mac = f"02:00:0a:4d:00:{10 + number:02x}"
-    _tool(
+    _run_batch(
         "ip",
         outer,
         [
@@ -80,16 +80,16 @@ def plug(outer: int, node: str, node_pid: int) -> None:
             f"link set {port} master br0 up",
         ],
     )
-    _tool(
+    _run_batch(
         "ip",
         node_pid,
-        ["link set lo up", f"addr add {node_address(node)}/24 dev eth0", "link set eth0 up"],
+        ["link set lo up", f"addr add {derive_node_address(node)}/24 dev eth0", "link set eth0 up"],
     )
 
 
 def unplug(outer: int, node: str) -> None:
     """Remove a node's link from both ends at once, so that later packets of the node do not arrive."""
-    _tool("ip", outer, [f"link del v{node}"])
+    _run_batch("ip", outer, [f"link del v{node}"])
 
 
 def is_plugged(outer: int, node: str) -> bool:
@@ -98,7 +98,7 @@ def is_plugged(outer: int, node: str) -> bool:
     return re.search(rf"^\s*v{node}:", devices, re.MULTILINE) is not None
 
 
-def rate_bits(rate: str) -> float:
+def parse_rate(rate: str) -> float:
     """Return the bits per second of a rate in tc's notation: 1gbit, 200mbit, 64kbit."""
     found = _RATE.fullmatch(rate)
     if not found or float(found[1]) <= 0:
@@ -106,7 +106,7 @@ def rate_bits(rate: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def shape(outer: int, node: str, node_pid: int, rate: str | None) -> None:
+def limit_link(outer: int, node: str, node_pid: int, rate: str | None) -> None:
     """Limit traffic to and from a node; None removes the limit.
 
     A real wire saves up nothing while it is silent. tbf is therefore unsuitable. Its bucket must hold a
@@ -114,14 +114,14 @@ def shape(outer: int, node: str, node_pid: int, rate: str | None) -> None:
     pass on credit. Its bucket need only bridge a late timer.
     """
     for pid, device in ((outer, f"v{node}"), (node_pid, "eth0")):
-        if "htb" in _qdisc(pid, device):  # htb cannot be changed in place
-            _tool("tc", pid, [f"qdisc del dev {device} root"])
+        if "htb" in _read_qdisc(pid, device):  # htb cannot be changed in place
+            _run_batch("tc", pid, [f"qdisc del dev {device} root"])
         if rate is None:
             continue
-        bytes_per_s = rate_bits(rate) / 8
+        bytes_per_s = parse_rate(rate) / 8
         bucket = max(round(bytes_per_s * BUCKET_S), MTU_BYTES)
         queue = max(round(bytes_per_s * QUEUE_S), 4 * SEGMENT_BYTES)
-        _tool(
+        _run_batch(
             "tc",
             pid,
             [
@@ -133,8 +133,8 @@ def shape(outer: int, node: str, node_pid: int, rate: str | None) -> None:
         )
 
 
-def _qdisc(pid: int, device: str) -> str:
-    command = [program("nsenter"), "-t", str(pid), "-n", program("tc"), "qdisc", "show", "dev", device]
+def _read_qdisc(pid: int, device: str) -> str:
+    command = [find_program("nsenter"), "-t", str(pid), "-n", find_program("tc"), "qdisc", "show", "dev", device]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 

@@ -75,7 +75,7 @@ def end(process: ProcessId, sig: signal.Signals = signal.SIGKILL, wait_s: float 
         os.close(fd)
 
 
-def with_environment(*settings: str) -> Iterator[ProcessId]:
+def find_by_environment(*settings: str) -> Iterator[ProcessId]:
     """Yield all processes whose environment at start had every one of `settings` ("NAME=value")."""
     wanted = {setting.encode() for setting in settings}
     for entry in PROC.iterdir():
@@ -89,7 +89,7 @@ def with_environment(*settings: str) -> Iterator[ProcessId]:
             yield found
 
 
-def namespace(pid: int | str, kind: str) -> str:
+def read_namespace(pid: int | str, kind: str) -> str:
     """Return the identity of a process's namespace, such as "net:[4026531840]"; "" if the process is gone."""
     try:
         return os.readlink(PROC / str(pid) / "ns" / kind)
@@ -97,10 +97,10 @@ def namespace(pid: int | str, kind: str) -> str:
         return ""
 
 
-def in_namespace(pid_namespace: str, inner_pid: int) -> ProcessId | None:
+def find_in_namespace(pid_namespace: str, inner_pid: int) -> ProcessId | None:
     """Return the process that has the pid `inner_pid` within a pid namespace."""
     for entry in PROC.iterdir():
-        if not entry.name.isdigit() or namespace(entry.name, "pid") != pid_namespace:
+        if not entry.name.isdigit() or read_namespace(entry.name, "pid") != pid_namespace:
             continue
         try:
             status = (entry / "status").read_text()

@@ -91,7 +91,7 @@ SITE = Profile(
 PROFILES = {profile.name: profile for profile in (FAST, STOCK, SITE)}
 
 
-def profile(name: str) -> Profile:
+def find_profile(name: str) -> Profile:
     """Return the profile of this name."""
     if name not in PROFILES:
         raise DevclusterError(f"there is no profile {name!r}: choose from {', '.join(PROFILES)}")

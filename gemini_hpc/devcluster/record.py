@@ -11,7 +11,7 @@ from gemini_hpc.devcluster.layout import ClusterFiles
 
 
 class ClusterRecord(msgspec.Struct, frozen=True):
-    """The record of a cluster, written at the end of `up`; a cluster without it never started completely."""
+    """The record of a cluster, written at the end of `bring_up`; a cluster without it never started completely."""
 
     profile: str
     nodes: list[str]
@@ -48,6 +48,6 @@ def load_cluster(layout: ClusterFiles) -> ClusterRecord:
 def load_node(layout: ClusterFiles, node: str) -> NodeRecord | None:
     """Return the record of a node, None if there is none."""
     try:
-        return msgspec.json.decode(layout.node(node).read_bytes(), type=NodeRecord)
+        return msgspec.json.decode(layout.locate_node_record(node).read_bytes(), type=NodeRecord)
     except (OSError, msgspec.DecodeError):
         return None

@@ -36,7 +36,7 @@ SEARCH_PATH = os.pathsep.join(
 )
 
 
-def program(name: str) -> str:
+def find_program(name: str) -> str:
     """Return the absolute path of a program of `PROGRAMS` or `ACCOUNTING_PROGRAMS`."""
     found = shutil.which(name, path=SEARCH_PATH)
     if found is None:

@@ -16,18 +16,18 @@ from gemini_hpc.wire import keyed
 
 
 def write(layout: ClusterFiles, profile: Profile, overrides: Mapping[str, Setting]) -> None:
-    """Write the keys that every cluster needs, then the profile's, then those given to `up`."""
+    """Write the keys that every cluster needs, then the profile's, then those given to `bring_up`."""
     values: dict[str, Setting] = {
         "controller_host": CONTROLLER,
         "slurm_user": "slurm",
         "cluster_name": layout.name,
         "state_dir": str(layout.controller),
         # Nodes without their own hierarchy must not create cgroups in the machine's.
-        **({} if cgroups.possible() else {"agent_cgroup": "none"}),
+        **({} if cgroups.are_possible() else {"agent_cgroup": "none"}),
         **profile.gemini,
         **overrides,
     }
-    lines = [f"{key} = {_toml(key, value)}\n" for key, value in values.items()]
+    lines = [f"{key} = {_format_toml(key, value)}\n" for key, value in values.items()]
     (layout.settings / "gemini.toml").write_text("".join(lines))
     if values.get("auth") == "key":
         path = layout.settings / "auth.key"
@@ -35,9 +35,9 @@ def write(layout: ClusterFiles, profile: Profile, overrides: Mapping[str, Settin
         os.chown(path, pwd.getpwnam("slurm").pw_uid, 0)  # the controller is started as this user
 
 
-def _toml(key: str, value: object) -> str:
+def _format_toml(key: str, value: object) -> str:
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(key, item) for item in value)}]"
+        return f"[{', '.join(_format_toml(key, item) for item in value)}]"
     if isinstance(value, bool | int | float | str):
         return json.dumps(value, ensure_ascii=False)
     raise DevclusterError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gemini_hpc
-from gemini_hpc.devcluster.errors import DevclusterError, log_tail
+from gemini_hpc.devcluster.errors import DevclusterError, read_log_tail
 from gemini_hpc.devcluster.layout import BUILD, MARKER, ROLE, ClusterFiles
 
 
@@ -38,7 +38,7 @@ class SiteBuild:
                 _copy(source / part, layout.site / part)
         if (layout.site / "slurm" / "Makefile").exists():
             with (layout.log / "plugin-build.log").open("wb") as log:
-                self._make = _make(layout, log.fileno())
+                self._make = _start_make(layout, log.fileno())
         scripts = layout.site / "prolog_epilog"
         self.files = SiteFiles(
             layout.site / "slurm" / "gemini_spank.so" if self._make else None,
@@ -51,8 +51,8 @@ class SiteBuild:
         if self._make is not None and plugin is not None and (self._make.wait(120.0) or not plugin.exists()):
             log = self._layout.log / "plugin-build.log"
             raise DevclusterError(
-                f"the SPANK plugin did not build: {log_tail(log)} (it needs Debian's make, gcc and libslurm-dev; "
-                "`up --no-site` goes without it)"
+                f"the SPANK plugin did not build: {read_log_tail(log)} (it needs Debian's make, gcc and "
+                "libslurm-dev; `up --no-site` goes without it)"
             )
 
     def cancel(self) -> None:
@@ -79,7 +79,7 @@ def _copy(source: Path, target: Path) -> None:
         path.chmod(0o755 if path.is_dir() or script or os.access(path, os.X_OK) else 0o644)
 
 
-def _make(layout: ClusterFiles, output: int) -> subprocess.Popen[bytes]:
+def _start_make(layout: ClusterFiles, output: int) -> subprocess.Popen[bytes]:
     make = shutil.which("make")
     if make is None:
         raise DevclusterError("make is not installed (Debian package make); `up --no-site` goes without the plugin")

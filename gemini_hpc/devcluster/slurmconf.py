@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gemini_hpc.devcluster import cgroups, slurm
 from gemini_hpc.devcluster.layout import ClusterFiles
-from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, node_address
+from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, derive_node_address
 from gemini_hpc.devcluster.profiles import Profile
 from gemini_hpc.devcluster.sitefiles import SiteFiles
 
@@ -43,7 +43,7 @@ def write(
         "SlurmdPidFile": "/run/slurmd.%n.pid",
         "SlurmctldLogFile": str(layout.log / "slurmctld.log"),
         "SlurmdLogFile": f"{layout.log}/slurmd.%n.log",
-        **_tracking(profile),
+        **_choose_tracking(profile),
         "JobAcctGatherType": "jobacct_gather/none",
         "AccountingStorageType": "accounting_storage/none",
         "MpiDefault": "none",
@@ -77,7 +77,7 @@ def write(
         values["Epilog"] = str(site.epilog)
     lines = [f"{key}={value}" for key, value in values.items()]
     lines += [
-        f"NodeName={node} NodeAddr={node_address(node)} CPUs={cpus} RealMemory={memory_mb} State=UNKNOWN"
+        f"NodeName={node} NodeAddr={derive_node_address(node)} CPUs={cpus} RealMemory={memory_mb} State=UNKNOWN"
         for node in nodes
     ]
     lines += [
@@ -87,14 +87,14 @@ def write(
     ]
     lines += extra
     layout.slurm_conf.write_text("\n".join(lines) + "\n")
-    (layout.slurm_etc / "cgroup.conf").write_text(_cgroup_conf(profile))
+    (layout.slurm_etc / "cgroup.conf").write_text(_build_cgroup_conf(profile))
     plugin = f"optional {site.plugin}\n" if site.plugin else ""
     (layout.slurm_etc / "plugstack.conf").write_text(plugin)
 
 
-def _tracking(profile: Profile) -> dict[str, str]:
+def _choose_tracking(profile: Profile) -> dict[str, str]:
     """Return how slurmd finds the processes of a job: as sites do, if this machine allows it."""
-    if cgroups.untracked():
+    if cgroups.find_tracking_problem():
         # Not linuxproc: it loses an srun whose batch script died first, and that srun later kills the step of
         # the same id in the job's next incarnation.
         return {"ProctrackType": "proctrack/pgid", "TaskPlugin": "task/none"}
@@ -104,8 +104,8 @@ def _tracking(profile: Profile) -> dict[str, str]:
     }
 
 
-def _cgroup_conf(profile: Profile) -> str:
-    if cgroups.untracked():
-        return "CgroupPlugin=disabled\n" if slurm.release() >= CGROUPS_DISABLED_FROM else ""
+def _build_cgroup_conf(profile: Profile) -> str:
+    if cgroups.find_tracking_problem():
+        return "CgroupPlugin=disabled\n" if slurm.read_release() >= CGROUPS_DISABLED_FROM else ""
     limits = "ConstrainRAMSpace=yes\n" if profile.memory_limits else ""
     return f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n{limits}"

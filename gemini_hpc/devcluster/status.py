@@ -22,7 +22,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
         on: The node has power.
         pid: Host pid of the node's init, None if the node is off.
         slurm_state: The state that sinfo prints, "unknown" if Slurm does not answer.
-        rate: The limit of its link as given to `shape`, None if there is none.
+        rate: The limit of its link as given to `limit_link`, None if there is none.
     """
 
     name: str
@@ -65,21 +65,21 @@ def collect(layout: ClusterFiles, outer: ProcessId) -> ClusterStatus:
     """Query the hosts' inits and Slurm; if Slurm does not answer, the states stay "unknown"."""
     known, states = record.load_cluster(layout), dict[str, str]()
     with contextlib.suppress(DevclusterError, subprocess.TimeoutExpired):
-        states = slurm.node_states(layout, outer)
+        states = slurm.read_node_states(layout, outer)
     nodes = []
     for node in known.nodes:
-        process, facts = hosts.running(layout, node), record.load_node(layout, node)
+        process, facts = hosts.find_init(layout, node), record.load_node(layout, node)
         nodes.append(
             NodeStatus(
                 name=node,
-                address=network.node_address(node),
+                address=network.derive_node_address(node),
                 on=process is not None,
                 pid=process.pid if process else None,
                 slurm_state=states.get(node, "unknown"),
                 rate=facts.rate if facts else None,
             )
         )
-    controller = services.controller(layout, outer)
+    controller = services.find_controller(layout, outer)
     return ClusterStatus(
         name=layout.name,
         profile=known.profile,
@@ -93,7 +93,7 @@ def collect(layout: ClusterFiles, outer: ProcessId) -> ClusterStatus:
     )
 
 
-def names() -> dict[str, bool]:
+def list_clusters() -> dict[str, bool]:
     """Return all clusters of this machine that have files, and whether each is alive."""
     try:
         found = sorted(entry.name for entry in ROOT.iterdir() if entry.is_dir())

@@ -10,7 +10,7 @@ from pathlib import Path
 from gemini_hpc.devcluster.accounts import Account
 
 
-def stage_script(arguments: Sequence[str], user: Account) -> list[str]:
+def copy_script(arguments: Sequence[str], user: Account) -> list[str]:
     """Return the arguments of sbatch, with its script replaced by a copy in the user's home.
 
     The script lies where the tool was called, which users inside may not be able to read. The script is the

@@ -22,18 +22,20 @@ def create_mount_points() -> None:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
 
 
-def members(layout: ClusterFiles) -> list[ProcessId]:
+def list_processes(layout: ClusterFiles) -> list[ProcessId]:
     """Return the processes of a cluster, by the marker in their environment.
 
     A user may have set the marker in a shell outside. So only three kinds of processes count: those in
     another network namespace, an init that has not yet got there, and the build of the plugin.
     """
-    marker, ours = f"{MARKER}={layout.name}", processes.namespace("self", "net")
-    builders = set(processes.with_environment(marker, f"{ROLE}={BUILD}"))
+    marker, ours = f"{MARKER}={layout.name}", processes.read_namespace("self", "net")
+    builders = set(processes.find_by_environment(marker, f"{ROLE}={BUILD}"))
     return [
         process
-        for process in processes.with_environment(marker)
-        if processes.namespace(process.pid, "net") not in ("", ours) or process in builders or _is_init(process.pid)
+        for process in processes.find_by_environment(marker)
+        if processes.read_namespace(process.pid, "net") not in ("", ours)
+        or process in builders
+        or _is_init(process.pid)
     ]
 
 
@@ -44,9 +46,9 @@ def _is_init(pid: int) -> bool:
         return False
 
 
-def down(layout: ClusterFiles) -> bool:
+def tear_down(layout: ClusterFiles) -> bool:
     """End every process of the cluster and remove its files; return False if there was nothing to do."""
-    with lock.cluster(layout):
+    with lock.hold_cluster_lock(layout):
         found = _end_processes(layout)
         cgroups.remove(layout)
         if layout.directory.exists():
@@ -69,7 +71,7 @@ def _end_processes(layout: ClusterFiles) -> bool:
     # Two rounds in a row without strays: a process that was just being forked is seen in the second.
     quiet = 0
     while quiet < 2:
-        strays = members(layout)
+        strays = list_processes(layout)
         quiet = 0 if strays else quiet + 1
         found |= bool(strays)
         for stray in strays:
@@ -93,7 +95,7 @@ def _tidy() -> None:
 
     Removing a mount point earlier would unmount it in a living cluster.
     """
-    with lock.tidying() as alone:
+    with lock.try_tidy_lock() as alone:
         if not alone or any(entry.is_dir() for entry in ROOT.iterdir()):
             return
         for path in (*MOUNT_POINTS, ROOT):

@@ -25,13 +25,13 @@ MIB = 1 << 20
 @pytest.fixture
 def top() -> Iterator[Path]:
     """A part of the real hierarchy."""
-    base = cgroups._base() if os.geteuid() == 0 else None
+    base = cgroups._find_base() if os.geteuid() == 0 else None
     if base is None:
         pytest.skip("no writable memory cgroup (v1) on this machine")
     path = base / f"gemini-test-{os.getpid()}"
     path.mkdir()
     yield path
-    cgroups._remove(path)
+    cgroups._remove_tree(path)
 
 
 @pytest.fixture

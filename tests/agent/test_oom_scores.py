@@ -51,13 +51,13 @@ def test_supervisor_comes_after_its_children() -> None:
 
 @pytest.fixture
 def top() -> Iterator[Path]:
-    base = cgroups._base() if os.geteuid() == 0 else None
+    base = cgroups._find_base() if os.geteuid() == 0 else None
     if base is None:
         pytest.skip("no writable memory cgroup (v1) on this machine")
     path = base / f"gemini-oom-{os.getpid()}"
     path.mkdir()
     yield path
-    cgroups._remove(path)
+    cgroups._remove_tree(path)
 
 
 HOLDER = """

@@ -38,15 +38,15 @@ class Site:
         self.servers: list[Any] = []  # what is needed until the cluster goes down
         self.logs: dict[str, Path] = {}
         self.bystander = Bystander(cluster)
-        shutil.copy(Path(__file__).parent / "fake_agent.py", cluster.home("alice") / "fake_agent.py")
-        os.chmod(cluster.home("alice") / "fake_agent.py", 0o755)
+        shutil.copy(Path(__file__).parent / "fake_agent.py", cluster.locate_home("alice") / "fake_agent.py")
+        os.chmod(cluster.locate_home("alice") / "fake_agent.py", 0o755)
 
     def submit(self, *args: str, user: str = "alice", script: str = SLEEPER) -> int:
-        return self.cluster.sbatch(args, user=user, script=script)
+        return self.cluster.submit_job(args, user=user, script=script)
 
     def running(self, job: int, restart: int = 0, timeout_s: float = 60.0) -> dict[str, str]:
         def there() -> dict[str, str] | None:
-            facts = self.cluster.job(job)
+            facts = self.cluster.read_job(job)
             return facts if facts["JobState"] == "RUNNING" and facts["Restarts"] == str(restart) else None
 
         found: dict[str, str] = until(there, timeout_s)
@@ -66,14 +66,14 @@ class Site:
         return "registered" in self.words(job, restart, host)
 
     def agent(self, job: int, restart: int, host: str, hosts: Sequence[str], mode: str, user: str = "alice") -> None:
-        script = self.cluster.home(user) / "fake_agent.py"
+        script = self.cluster.locate_home(user) / "fake_agent.py"
         if not script.exists():  # one that is copied again is empty for agents that start meanwhile
-            shutil.copy(self.cluster.home("alice") / "fake_agent.py", script)
+            shutil.copy(self.cluster.locate_home("alice") / "fake_agent.py", script)
         log = self.cluster.directory / f"fake-{job}-{restart}-{host}.log"
         self.logs[f"{job}.{restart}.{host}"] = log
         argv = [PYTHON, "-I", str(script), str(job), str(restart), host, ",".join(hosts), *([mode] if mode else [])]
         with log.open("w") as out:
-            self.processes.append(self.cluster.popen(argv, user=user, node=host, stdout=out, stderr=out))
+            self.processes.append(self.cluster.start_command(argv, user=user, node=host, stdout=out, stderr=out))
 
     def end_agents(self) -> None:
         for process in self.processes:
@@ -114,9 +114,9 @@ class Site:
         for user in ("alice", "bob"):
             cluster.run(["scancel", f"--user={user}"])
         _kill(self.processes)
-        if cluster.controller_pid() is None:
-            cluster.controller_start()
-        for node, state in cluster.node_states().items():
+        if cluster.find_controller_pid() is None:
+            cluster.start_controller()
+        for node, state in cluster.read_node_states().items():
             if node not in off and ("drain" in state or "down" in state):
                 cluster.resume(node)
         # The agent of a node that was cut counts as connected for long, and so the controller keeps its notes.
@@ -148,7 +148,7 @@ def make_site(request: pytest.FixtureRequest) -> Iterator[Callable[..., Site]]:
     def make(**options: Any) -> Site:
         name = f"ctl{os.getpid()}-{len(made)}"
         options["slurm_conf"] = [PATIENT, *options.get("slurm_conf", ())]
-        site = Site(Cluster.up(name, **{"nodes": 5, "site": False, **options}))
+        site = Site(Cluster.bring_up(name, **{"nodes": 5, "site": False, **options}))
         made.append(site)
         return site
 
@@ -165,7 +165,7 @@ def make_site(request: pytest.FixtureRequest) -> Iterator[Callable[..., Site]]:
                 site.end()
         finally:
             site.close()
-            site.cluster.down()
+            site.cluster.tear_down()
 
 
 @pytest.hookimpl(hookwrapper=True)

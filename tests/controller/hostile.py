@@ -88,7 +88,7 @@ WORST = Texts(
 
 def submit(cluster: Cluster, texts: Texts, *options: str, script: str = "#!/bin/sh\nsleep 600\n") -> int:
     """A job of alice's with these texts; its raw id. Raises `DevclusterError` where Slurm takes one of them not."""
-    home = cluster.home("alice")
+    home = cluster.locate_home("alice")
     owner = home.stat()
     place = home / "jobs" / f" {texts.path}"
     if not place.exists():
@@ -103,7 +103,7 @@ def submit(cluster: Cluster, texts: Texts, *options: str, script: str = "#!/bin/
     argv = [*options, *texts.argv(), "-D", str(place), "-o", output, "--export", "ALL", str(file)]
     if texts.arguments:
         argv.append(texts.arguments)
-    return cluster.sbatch(argv, env={"OWNERS_TEXT": texts.environment})
+    return cluster.submit_job(argv, env={"OWNERS_TEXT": texts.environment})
 
 
 def _give(path: Path, uid: int, gid: int) -> None:

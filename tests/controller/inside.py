@@ -17,7 +17,7 @@ def tools(cluster: Cluster, directory: Path, user: str | None = None) -> Path:
     """A directory of commands that run those of the same names inside."""
     directory.mkdir(parents=True, exist_ok=True)
     for tool in TOOLS:
-        argv, env = cluster.command([f"/usr/bin/{tool}"], user=user)
+        argv, env = cluster.build_command([f"/usr/bin/{tool}"], user=user)
         settings = [f"{key}={value}" for key, value in env.items()]
         script = directory / tool
         script.write_text(f'#!/bin/sh\nexec env -i {shlex.join(settings)} TZ=UTC LC_ALL=C {shlex.join(argv)} "$@"\n')

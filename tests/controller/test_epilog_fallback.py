@@ -53,7 +53,7 @@ def test_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_site: Ca
     short = "#!/bin/sh\nsrun sleep 3\n"
     for _ in range(12):
         site.submit("-N1", "--exclusive", user="bob", script=short)
-    site.cluster.power_off("n2")
+    site.cluster.cut_power("n2")
     time.sleep(SPOKEN_S)
     cut = time.time()
     site.cluster.run(["scontrol", "update", "nodename=n2", "state=down", "reason=slurm"])
@@ -61,7 +61,7 @@ def test_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_site: Ca
 
     def again() -> bool:
         seen.update(site.cluster.run(["squeue", "-h", "-u", "bob", "-t", "R,CG", "-o", "%N"]).stdout.split())
-        facts = site.cluster.job(job)
+        facts = site.cluster.read_job(job)
         return (facts["Restarts"], facts["JobState"]) == ("1", "RUNNING")
 
     until(again)
@@ -76,8 +76,8 @@ def test_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Callable[.
     job = site.submit("-N3", "--requeue", "--exclusive")
     site.running(job)
     site.cluster.run(["scontrol", "requeue", str(job)])
-    until(lambda: site.cluster.job(job)["JobState"] == "PENDING")
-    assert site.cluster.job(job)["ReqNodeList"] == "(null)"
+    until(lambda: site.cluster.read_job(job)["JobState"] == "PENDING")
+    assert site.cluster.read_job(job)["ReqNodeList"] == "(null)"
     assert site.reservations() == []
 
 
@@ -92,12 +92,12 @@ def test_a_hold_that_ends_before_the_job_can_start_leaves_no_pin(place: Path, ma
     hosts = site.nodes(job)
     others = [n for n in cluster.node_names if n not in hosts]
     cluster.run(["scontrol", "update", f"nodename={','.join(others)}", "state=drain", "reason=test"])
-    cluster.power_off(hosts[1])
+    cluster.cut_power(hosts[1])
     time.sleep(SPOKEN_S)
     cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=slurm"])
-    until(lambda: cluster.job(job)["ReqNodeList"] != "(null)")
-    until(lambda: cluster.job(job)["ReqNodeList"] == "(null)", 80)
-    facts = cluster.job(job)
+    until(lambda: cluster.read_job(job)["ReqNodeList"] != "(null)")
+    until(lambda: cluster.read_job(job)["ReqNodeList"] == "(null)", 80)
+    facts = cluster.read_job(job)
     assert facts["JobState"] == "PENDING" and site.reservations() == [facts["Reservation"]], facts
     cluster.run(["scontrol", "update", f"nodename={hosts[0]}", "state=drain", "reason=test"])
     for node in others:

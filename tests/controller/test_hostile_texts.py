@@ -32,7 +32,7 @@ def give_feature(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster.up(f"txt{os.getpid()}", nodes=3, site=False, controller=False) as made:
+    with Cluster.bring_up(f"txt{os.getpid()}", nodes=3, site=False, controller=False) as made:
         give_feature(made)
         yield made
 
@@ -85,16 +85,16 @@ def test_any_text_in_every_field_of_its_owner(
 def test_jobs_are_read_as_scontrol_prints_them(cluster: Cluster, client: Slurm) -> None:
     """Harmless jobs of every kind and state, against the other form in which Slurm prints them."""
     long = "#!/bin/sh\nsleep 600\n"
-    nodes = cluster.sbatch(["-N2", "--mem=150", "--mincpus=2", "--reservation=", "-t", "5"], script=long)
-    tasks = cluster.sbatch(["--array=1-4%2", "--no-requeue"], script=long)
-    last = cluster.sbatch(["--array=7"], script=long)
-    het = cluster.sbatch(["-N1", ":", "-N1"], script=long)
-    failed = cluster.sbatch(["-N1"], script="#!/bin/sh\nexit 3\n")
-    waits = cluster.sbatch(["-N1", f"--dependency=afterok:{nodes}"], script=long)
-    later = cluster.sbatch(["-N1", "--begin=now+3600", "-w", "n2"], script=long)
-    features = cluster.sbatch(["-N1", "-C", f"[{hostile.FEATURE}*1&{hostile.FEATURE}*1]", "-H"], script=long)
-    steps = cluster.popen(["/usr/bin/srun", "-N1", "sleep", "600"], user="alice")
-    again = cluster.sbatch(["-N1", "--requeue"], script=long)
+    nodes = cluster.submit_job(["-N2", "--mem=150", "--mincpus=2", "--reservation=", "-t", "5"], script=long)
+    tasks = cluster.submit_job(["--array=1-4%2", "--no-requeue"], script=long)
+    last = cluster.submit_job(["--array=7"], script=long)
+    het = cluster.submit_job(["-N1", ":", "-N1"], script=long)
+    failed = cluster.submit_job(["-N1"], script="#!/bin/sh\nexit 3\n")
+    waits = cluster.submit_job(["-N1", f"--dependency=afterok:{nodes}"], script=long)
+    later = cluster.submit_job(["-N1", "--begin=now+3600", "-w", "n2"], script=long)
+    features = cluster.submit_job(["-N1", "-C", f"[{hostile.FEATURE}*1&{hostile.FEATURE}*1]", "-H"], script=long)
+    steps = cluster.start_command(["/usr/bin/srun", "-N1", "sleep", "600"], user="alice")
+    again = cluster.submit_job(["-N1", "--requeue"], script=long)
     until(lambda: read(client, again).state == "RUNNING")
     cluster.run(["scontrol", "requeue", str(again)])
     until(lambda: read(client, failed).state == "FAILED")
@@ -149,11 +149,11 @@ def test_a_job_with_such_texts_loses_a_node_and_goes_on(site: Site) -> None:
     hosts = site.nodes(job)
     site.agents(job, 0, hosts)
     inspected("RUNNING", *hosts)
-    cluster.power_off(hosts[1])
+    cluster.cut_power(hosts[1])
     until(lambda: runs(1))
     after = site.nodes(job)
     assert {hosts[0], hosts[2]} < set(after) and hosts[1] not in after, site.log()
     until(lambda: not site.reservations() and site.event(job, "released"))
     inspected("restart 1", "reserved", "pinned")
-    cluster.controller_stop()
+    cluster.stop_controller()
     inspected("RUNNING", *after)

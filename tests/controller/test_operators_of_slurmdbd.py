@@ -21,9 +21,9 @@ def inspect(cluster: Cluster, job: int, user: str) -> Any:
 
 @pytest.mark.cluster
 def test_operators_of_a_real_slurmdbd() -> None:
-    with Cluster.up(f"dbd{os.getpid()}", nodes=1, profile="site") as cluster:
-        job = cluster.sbatch(["-N1"], script="#!/bin/sh\nsleep 300\n")
-        until(lambda: cluster.job(job)["JobState"] == "RUNNING", 30)
+    with Cluster.bring_up(f"dbd{os.getpid()}", nodes=1, profile="site") as cluster:
+        job = cluster.submit_job(["-N1"], script="#!/bin/sh\nsleep 300\n")
+        until(lambda: cluster.read_job(job)["JobState"] == "RUNNING", 30)
         for user, level in (("bob", "Operator"), ("games", "Administrator"), ("man", "None")):
             there = "sacctmgr", "-i", "modify" if user == "bob" else "add", "user", user
             words = ["set"] if user == "bob" else ["account=root"]

@@ -31,7 +31,7 @@ def start(site: Site, *args: str, nodes: int = 3, **options: str) -> tuple[int, 
 
 
 def drained(site: Site) -> set[str]:
-    return {n for n, s in site.cluster.node_states().items() if "dr" in s or "down" in s}
+    return {n for n, s in site.cluster.read_node_states().items() if "dr" in s or "down" in s}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_requeued_on_survivors_and_one_spare(make_site: Callable[..., Site], pro
     site = make_site(profile=profile, settings={"fence_confirm_s": 0.5})
     job, _ = start(site)
     cut = time.time()
-    site.cluster.power_off("n2")
+    site.cluster.cut_power("n2")
     facts = site.running(job, restart=1)
     print(f"again after {time.time() - cut:.2f} s")
     after = site.nodes(job)
@@ -67,9 +67,9 @@ def test_survivor_dies_while_pending(site: Site) -> None:
         site.running(other)
     job, _ = start(site)
     cut = time.time()
-    site.cluster.power_off("n2")
+    site.cluster.cut_power("n2")
     until(lambda: site.event(job, "start_set"))
-    site.cluster.power_off("n3")
+    site.cluster.cut_power("n3")
     until(lambda: site.event(job, "repinned"))
     site.cluster.run(["scancel", *map(str, theirs)])
     site.running(job, restart=1)
@@ -83,9 +83,9 @@ def test_script_that_failed_because_of_the_dead_node_is_sent_back(site: Site) ->
     again = 'if [ -n "$SLURM_RESTART_COUNT" ]; then exec srun sleep 600; fi'
     script = f"#!/bin/sh\n{again}\nsrun sleep 600 & sleep 8; exit 3\n"
     job, _ = start(site, script=script)
-    until(lambda: site.cluster.job(job)["RunTime"] >= "00:00:06")
+    until(lambda: site.cluster.read_job(job)["RunTime"] >= "00:00:06")
     cut = time.time()
-    site.cluster.power_off("n2")
+    site.cluster.cut_power("n2")
     site.running(job, restart=1)
     assert {"n1", "n3"} < set(site.nodes(job))
     story(site, job, cut)
@@ -94,8 +94,8 @@ def test_script_that_failed_because_of_the_dead_node_is_sent_back(site: Site) ->
 def test_node_that_reboots_at_once_is_not_fenced(site: Site) -> None:
     job, _ = start(site)
     cut = time.time()
-    site.cluster.power_off("n2")
-    site.cluster.power_on("n2")
+    site.cluster.cut_power("n2")
+    site.cluster.restore_power("n2")
     site.running(job, restart=1)
     until(lambda: not site.reservations() and site.event(job, "released"))
     names = story(site, job, cut)
@@ -107,7 +107,7 @@ def test_node_that_reboots_at_once_is_not_fenced(site: Site) -> None:
 def test_slurm_sets_the_node_down_first(site: Site) -> None:
     job, _ = start(site)
     cut = time.time()
-    site.cluster.power_off("n2")
+    site.cluster.cut_power("n2")
     site.cluster.run(["scontrol", "update", "nodename=n2", "state=down", "reason=admin"])
     site.running(job, restart=1)
     story(site, job, cut)
@@ -118,7 +118,7 @@ def test_without_requeue_nothing_happens(site: Site) -> None:
     job = site.submit("-N3", "--no-requeue", "--exclusive")
     site.running(job)
     site.agents(job, 0, site.nodes(job))
-    site.cluster.power_off("n2")
+    site.cluster.cut_power("n2")
     said = until(lambda: site.event(job, "dismissed"))
     assert "--requeue" in said["detail"]
     assert drained(site) == set()
@@ -136,7 +136,7 @@ def test_last_task_of_an_array_does_not_touch_its_sibling(site: Site) -> None:
     sibling = task(1)
     hosts = expand(task(2)["NodeList"])
     site.agents(array, 0, hosts)
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     until(lambda: (task(2)["Restarts"], task(2)["JobState"]) == ("1", "RUNNING"))
     assert task(2)["ReqNodeList"] == hosts[0] and hosts[0] in expand(task(2)["NodeList"])
     for key in ("JobState", "NodeList", "NumNodes", "ReqNodeList", "Restarts", "StartTime"):

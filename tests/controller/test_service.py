@@ -33,7 +33,7 @@ def _cancelled(site: Site, job: int, host: str) -> bool:
 
 
 def untouched(site: Site) -> bool:
-    return set(site.cluster.node_states().values()) <= {"idle", "allocated"} and not site.reservations()
+    return set(site.cluster.read_node_states().values()) <= {"idle", "allocated"} and not site.reservations()
 
 
 @pytest.mark.witness("a healthy node is not touched, whatever agents report")
@@ -45,16 +45,16 @@ def test_false_report_about_a_live_node_changes_nothing(site: Site) -> None:
     while time.monotonic() < deadline:
         assert untouched(site)
         time.sleep(0.2)
-    assert site.cluster.job(job)["Restarts"] == "0"
+    assert site.cluster.read_job(job)["Restarts"] == "0"
 
 
 def test_reports_about_nodes_of_others_are_dropped(site: Site) -> None:
     job, _ = start(site, "accuse:n4")
-    site.cluster.power_off("n4")
+    site.cluster.cut_power("n4")
     until(lambda: "not plausible" in site.log())
     time.sleep(FOLLOWS_S)
     assert site.event(job, "detected") is None
-    assert "drain" not in site.cluster.node_states()["n4"]
+    assert "drain" not in site.cluster.read_node_states()["n4"]
 
 
 def test_agent_that_is_gone_on_a_live_node_is_no_reason_to_requeue(site: Site) -> None:
@@ -63,7 +63,7 @@ def test_agent_that_is_gone_on_a_live_node_is_no_reason_to_requeue(site: Site) -
     until(lambda: site.event(job, "detected"))
     time.sleep(FOLLOWS_S)
     assert untouched(site)
-    assert site.cluster.job(job)["JobState"] == "RUNNING" and site.cluster.job(job)["Restarts"] == "0"
+    assert site.cluster.read_job(job)["JobState"] == "RUNNING" and site.cluster.read_job(job)["Restarts"] == "0"
 
 
 def test_other_uid_cannot_register_for_a_job(site: Site) -> None:
@@ -78,7 +78,7 @@ def test_other_uid_cannot_register_for_a_job(site: Site) -> None:
 def test_cancelled_while_pending_releases_the_agents(site: Site) -> None:
     job, _ = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
-    site.cluster.power_off("n2")
+    site.cluster.cut_power("n2")
     until(lambda: site.event(job, "start_set"))
     cancelled = time.time()
     site.cluster.run(["scancel", str(job)], user="alice")
@@ -90,7 +90,7 @@ def test_cancelled_while_pending_releases_the_agents(site: Site) -> None:
 
 def test_completed_releases_at_once_and_failed_after_retention(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"retention_s": 3.0})
-    go = site.cluster.home("alice") / "go"
+    go = site.cluster.locate_home("alice") / "go"
     script = f"#!/bin/sh\nuntil [ -e {go} ]; do sleep 0.1; done\n"
     good, bad = site.submit("-N1", script=script), site.submit("-N1", script=script + "exit 2\n")
     where = {}
@@ -101,7 +101,7 @@ def test_completed_releases_at_once_and_failed_after_retention(make_site: Callab
     go.touch()
     until(lambda: "released job COMPLETED" in site.words(good, 0, where[good]))
     until(lambda: "released job FAILED, retention of 3 s is over" in site.words(bad, 0, where[bad]))
-    ended = datetime.fromisoformat(site.cluster.job(bad)["EndTime"])
+    ended = datetime.fromisoformat(site.cluster.read_job(bad)["EndTime"])
     (line,) = (line for line in site.log().splitlines() if f"job={bad} event=release " in line)
     assert (datetime.fromisoformat(line.split()[0]) - ended).total_seconds() >= 3.0, line
 
@@ -132,7 +132,7 @@ def test_inspect(site: Site) -> None:
     assert site.inspect("abc").returncode == 2  # type: ignore[arg-type]
     assert site.inspect(job, user="root").returncode == 0
 
-    site.cluster.controller_stop()
+    site.cluster.stop_controller()
     without = site.inspect(job, "--json")
     assert without.returncode == 0, without.stderr
     assert json.loads(without.stdout)["asked"] == "agents"
@@ -157,11 +157,11 @@ def test_restarted_controller_finishes_what_it_began(site: Site) -> None:
     for other in theirs:
         site.running(other)
     job, _ = start(site)
-    site.cluster.power_off("n2")
+    site.cluster.cut_power("n2")
     until(lambda: site.event(job, "pinned"))
-    site.cluster.controller_stop(signal.SIGKILL)
+    site.cluster.stop_controller(signal.SIGKILL)
     assert site.reservations()
-    site.cluster.controller_start()
+    site.cluster.start_controller()
     until(lambda: site.event(job, "taken_over"))
     site.cluster.run(["scancel", *map(str, theirs)])
     site.running(job, restart=1)
@@ -171,14 +171,14 @@ def test_restarted_controller_finishes_what_it_began(site: Site) -> None:
 
 def test_controller_that_came_back_after_the_start_cleans_up(site: Site) -> None:
     job, _ = start(site)
-    site.cluster.power_off("n2")
+    site.cluster.cut_power("n2")
     until(lambda: site.event(job, "start_set"))
-    site.cluster.controller_stop(signal.SIGKILL)
+    site.cluster.stop_controller(signal.SIGKILL)
     site.running(job, restart=1)
     assert site.reservations()
-    site.cluster.controller_start()
+    site.cluster.start_controller()
     until(lambda: not site.reservations())
-    assert site.cluster.job(job)["JobState"] == "RUNNING"
+    assert site.cluster.read_job(job)["JobState"] == "RUNNING"
 
 
 @pytest.mark.witness("of two controllers on a host one acts")
@@ -194,10 +194,10 @@ def test_another_owners_job_on_the_node_vetoes(site: Site) -> None:
     other = site.submit("-N1", "-w", hosts[1], user="bob")
     site.running(other)
     site.agents(job, 0, hosts)
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     said = until(lambda: site.event(job, "not_fenced"))
     assert "other owners" in said["detail"]
-    assert "dr" not in site.cluster.node_states()[hosts[1]]
+    assert "dr" not in site.cluster.read_node_states()[hosts[1]]
 
 
 def test_a_job_that_has_ended_is_told_from_the_log(make_site: Callable[..., Site]) -> None:
@@ -232,10 +232,10 @@ def test_a_job_that_has_ended_is_told_from_the_log(make_site: Callable[..., Site
     table = site.jobs()
     assert table.returncode == 0 and "FAILED" in table.stdout and max(map(len, table.stdout.splitlines())) <= 80
 
-    site.cluster.controller_stop()
+    site.cluster.stop_controller()
     nobody = site.jobs()
     assert nobody.returncode == 1 and nobody.stderr.count("\n") == 1 and "no controller" in nobody.stderr
-    site.cluster.controller_start()
+    site.cluster.start_controller()
     until(lambda: site.inspect(job).returncode == 0)
     assert json.loads(site.inspect(job, "--json").stdout)["state"] == "ended"
 

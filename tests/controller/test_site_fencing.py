@@ -65,14 +65,14 @@ def test_frozen_node_whose_kernel_still_accepts_connections_is_left_to_slurm(sit
     try:
         said = until(lambda: site.event(job, "not_fenced"))
         assert "kernel" in said["detail"] and said["host"] == hosts[1]
-        stays(site, lambda: "dr" not in site.cluster.node_states()[hosts[1]] and not fenced(site), 3)
+        stays(site, lambda: "dr" not in site.cluster.read_node_states()[hosts[1]] and not fenced(site), 3)
         site.cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=slurmd is gone"])
         site.running(job, restart=1)
         assert {hosts[0], hosts[2]} < set(site.nodes(job)) and not fenced(site)
         assert site.event(job, "pinned")
     finally:
         site.end_agents()  # whoever waits outside for a stopped process is stopped as well
-        site.cluster.power_off(hosts[1])
+        site.cluster.cut_power(hosts[1])
 
 
 @pytest.mark.cluster
@@ -80,11 +80,11 @@ def test_controller_that_reaches_few_nodes_fences_nobody(make_site: Callable[...
     """One node is dead indeed; but as long as the controller misses others as well, the fault may be its own."""
     site = make_site(settings={"fence_budget_nodes": 100})
     job, hosts = start(site, "-N5")
-    addresses = [site.cluster.address(host) for host in hosts[2:4]]
+    addresses = [site.cluster.find_address(host) for host in hosts[2:4]]
     for address in addresses:
         assert site.cluster.run(["ip", "route", "add", "unreachable", address]).returncode == 0
     time.sleep(1.5)  # what they have said lately vouches for them for a second
-    site.cluster.power_off(hosts[4])
+    site.cluster.cut_power(hosts[4])
     until(lambda: site.event(job, "detected"))
     stays(site, lambda: site.event(job, "confirmed") is None and not fenced(site), 3)
     for address in addresses:
@@ -104,7 +104,7 @@ def test_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Si
     site = make_site(nodes=6, settings={"fence_budget_nodes": 2, "fence_confirm_s": 1.5})
     jobs = [start(site, "-N2") for _ in range(3)]
     for _, hosts in jobs:
-        site.cluster.power_off(hosts[1])
+        site.cluster.cut_power(hosts[1])
     for job, _ in jobs:
         until(partial(over_budget, site, job))
     stays(site, lambda: not fenced(site), 4)
@@ -113,10 +113,10 @@ def test_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Si
 @pytest.mark.cluster
 def test_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
     job, hosts = start(site)
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     site.running(job, restart=1)
-    site.cluster.power_on(hosts[1])
-    stays(site, lambda: "drain" in site.cluster.node_states()[hosts[1]], 4)
+    site.cluster.restore_power(hosts[1])
+    stays(site, lambda: "drain" in site.cluster.read_node_states()[hosts[1]], 4)
     reason = site.cluster.run(["scontrol", "show", "node", "-o", hosts[1]]).stdout
     assert f"Reason=gemini-hpc: no answer from slurmd and agent, job {job} restart 0" in reason
 
@@ -125,11 +125,11 @@ def test_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
 def test_node_that_has_booted_anew_is_given_back(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"auto_resume_s": 2.0})
     job, hosts = start(site)
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     site.running(job, restart=1)
-    site.cluster.power_on(hosts[1])
-    assert "dr" in site.cluster.node_states()[hosts[1]], "it has to answer for a while"
-    until(lambda: site.cluster.node_states()[hosts[1]] == "idle")
+    site.cluster.restore_power(hosts[1])
+    assert "dr" in site.cluster.read_node_states()[hosts[1]], "it has to answer for a while"
+    until(lambda: site.cluster.read_node_states()[hosts[1]] == "idle")
     given_back = f"event=given-back host={hosts[1]}"
     assert given_back in site.log()
     # From 24.11 on Slurm keeps the reason of a node that it has taken back.
@@ -141,7 +141,7 @@ def test_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callable[..., 
     site = make_site(settings={"slurm_settle_s": 15.0})
     booted = time.time()
     job, hosts = start(site)
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     said = until(lambda: site.event(job, "confirmed"))
     assert said["t"] - booted > 10, "the cluster was up some seconds before"
     site.running(job, restart=1)
@@ -154,15 +154,17 @@ def test_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable[..., Si
     settings = {"controller_host": "ctl,n6"}
     site = make_site(nodes=6, slurm_conf=lines, settings=settings)
     cluster = site.cluster
-    assert cluster.address("n6") == "10.77.0.16"
-    backup = cluster.popen(["slurmctld", "-D", "-f", f"{cluster.directory}/etc/slurm/slurm.conf"], node="n6")
-    standby = cluster.popen([PYTHON, "-I", "-m", "gemini_hpc.controller"], user="slurm", node="n6", stderr=None)
+    assert cluster.find_address("n6") == "10.77.0.16"
+    backup = cluster.start_command(["slurmctld", "-D", "-f", f"{cluster.directory}/etc/slurm/slurm.conf"], node="n6")
+    standby = cluster.start_command(
+        [PYTHON, "-I", "-m", "gemini_hpc.controller"], user="slurm", node="n6", stderr=None
+    )
     site.servers += [backup, standby]
     job, hosts = start(site, "-N3", "-p", "two")
     time.sleep(7)  # slurmctld saves its state every 5 s; what it has not saved it forgets, we or no we
-    cluster.power_off(hosts[1])
+    cluster.cut_power(hosts[1])
     until(lambda: site.event(job, "pinned"))
-    cluster.controller_stop(signal.SIGKILL)
+    cluster.stop_controller(signal.SIGKILL)
     # The oldest: this host's own; the pids of nodes are visible here as well.
     cluster.run(["pkill", "-KILL", "-o", "-x", "slurmctld"])
     until(lambda: site.event(job, "taken_over"), 60, 0.2)
@@ -177,7 +179,7 @@ def test_controller_beside_a_backup_stands_by(make_site: Callable[..., Site]) ->
     log = site.cluster.directory / "standby.log"
     with log.open("w") as out:
         argv = [PYTHON, "-I", "-m", "gemini_hpc.controller"]
-        site.processes.append(site.cluster.popen(argv, user="slurm", node="n5", stdout=out, stderr=out))
+        site.processes.append(site.cluster.start_command(argv, user="slurm", node="n5", stdout=out, stderr=out))
     until(lambda: "event=standby reason=the slurmctld in charge is on ctl" in log.read_text())
     stays(site, lambda: "event=ready" not in log.read_text(), 3)
 
@@ -189,7 +191,7 @@ def test_reservation_that_serves_nobody_is_swept(site: Site) -> None:
         create = ["scontrol", "create", "reservation", f"ReservationName={name}", "Nodes=n1", "Users=alice"]
         done = site.cluster.run([*create, "StartTime=now", "Duration=10", "Flags=IGNORE_JOBS,FLEX,OVERLAP"])
         assert done.returncode == 0, done.stderr
-    site.cluster.controller_stop(signal.SIGKILL)
-    site.cluster.controller_start()
+    site.cluster.stop_controller(signal.SIGKILL)
+    site.cluster.start_controller()
     until(lambda: site.reservations() == ["somebody_elses"])
     site.cluster.run(["scontrol", "delete", "ReservationName=somebody_elses"])

@@ -23,7 +23,7 @@ def port_of(site: Site, key: str = "SlurmdPort") -> int:
 
 
 def flood(site: Site, source: str, target: str, port: int, number: int, seconds: float = 60.0) -> None:
-    home = site.cluster.home("alice")
+    home = site.cluster.locate_home("alice")
     shutil.copy(Path(__file__).parent / "flooder.py", home / "flooder.py")
     (home / "flooder.py").chmod(0o755)
     log = site.cluster.directory / f"flood-{source}-{target}-{port}.log"
@@ -31,13 +31,13 @@ def flood(site: Site, source: str, target: str, port: int, number: int, seconds:
         PYTHON,
         "-I",
         str(home / "flooder.py"),
-        site.cluster.address(target),
+        site.cluster.find_address(target),
         str(port),
         str(number),
         str(seconds),
     ]
     with log.open("w") as out:
-        site.processes.append(site.cluster.popen(argv, user="alice", node=source, stdout=out, stderr=out))
+        site.processes.append(site.cluster.start_command(argv, user="alice", node=source, stdout=out, stderr=out))
     until(lambda: "connections" in log.read_text())
 
 
@@ -61,8 +61,8 @@ def test_healthy_node_that_its_user_floods_is_neither_down_nor_drained(
     ends = ("not_fenced", "dismissed")  # of the victim: its peers may be suspected for a moment, too
     said = until(lambda: [e for e in site.events(job) if e["name"] in ends and e["host"] == victim], 90)[0]
     assert "left to Slurm" in said["detail"] or "slurmd answers" in said["detail"], said
-    stays(site, lambda: "dr" not in site.cluster.node_states()[victim] and not fenced(site), 6)
-    assert site.cluster.job(job)["Restarts"] == "0" and site.event(job, "confirmed") is None
+    stays(site, lambda: "dr" not in site.cluster.read_node_states()[victim] and not fenced(site), 6)
+    assert site.cluster.read_job(job)["Restarts"] == "0" and site.event(job, "confirmed") is None
     assert not site.reservations(), "an attacker's own word holds no node"
     site.cluster.exec(victim, ["pkill", "-CONT", "-u", "alice", "-f", "fake_agent"])
     stopped.send_signal(signal.SIGCONT)
@@ -98,14 +98,14 @@ def test_one_users_spent_budget_is_told_and_is_nobody_elses(program: Path, make_
     site.running(theirs)
     bobs = site.nodes(theirs)
     site.agents(theirs, 0, bobs, user="bob")
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     site.running(first, restart=1)
     now = site.nodes(first)
     until(lambda: not site.reservations())
     for process in site.processes[:3]:  # of its first life
         process.kill()
     site.agents(first, 1, now)
-    site.cluster.power_off(now[1])
+    site.cluster.cut_power(now[1])
     said = until(lambda: site.event(first, "not_fenced"))
     assert "budget of this user: 1 nodes fenced recently" in said["detail"] and said["host"] == now[1]
     assert "event=alert kind=user budget" in site.log()
@@ -115,7 +115,7 @@ def test_one_users_spent_budget_is_told_and_is_nobody_elses(program: Path, make_
     assert lines[2] == "slurm" and set(lines[3].split()) <= {"LC_ALL", "PATH", "PWD", "OLDPWD", "SHLVL", "_"}
     assert len(until(site.reservations, 10)) == 1, "its own survivors are held"
     # Bob is not alice.
-    site.cluster.power_off(bobs[1])
+    site.cluster.cut_power(bobs[1])
     site.running(theirs, restart=1)
     assert {bobs[0], bobs[2]} < set(site.nodes(theirs)) and set(fenced(site)) == {hosts[1], bobs[1]}
     # Others wait; Slurm finds alice's node at last.

@@ -53,7 +53,7 @@ def named(site: Site, job: int, *names: str) -> list[dict[str, Any]]:
 def nothing_held(site: Site, job: int) -> None:
     assert not named(site, job, "reserved", "pinned", "down", "sent_back"), site.log()
     assert not site.reservations()
-    assert site.cluster.job(job).get("ReqNodeList", "(null)") == "(null)"
+    assert site.cluster.read_job(job).get("ReqNodeList", "(null)") == "(null)"
 
 
 def test_last_task_of_three(make_site: Callable[..., Site]) -> None:
@@ -67,7 +67,7 @@ def test_last_task_of_three(make_site: Callable[..., Site]) -> None:
     siblings = [f"{array}_{task}" for task in (1, 2)]
     before = [record(site, task) for task in siblings]
     site.agents(raw, 0, hosts)
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     until(lambda: "Restarts=1" in record(site, f"{array}_3") and "JobState=RUNNING" in record(site, f"{array}_3"))
     assert hosts[0] in site.nodes(f"{array}_3") and named(site, raw, "pinned")
     until(lambda: not site.reservations())
@@ -82,13 +82,13 @@ def test_heterogeneous_job_is_never_touched(site: Site) -> None:
     hosts = site.cluster.run(["scontrol", "show", "hostnames", found]).stdout.split()
     site.agents(job, 0, hosts)
     before = record(site, job)
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     said = until(lambda: site.event(job, "dismissed"))
     assert "heterogeneous" in said["detail"]
     time.sleep(2)
     nothing_held(site, job)
     assert record(site, job) == before
-    assert "dr" not in site.cluster.node_states()[hosts[1]]
+    assert "dr" not in site.cluster.read_node_states()[hosts[1]]
 
 
 def test_pin_cannot_shrink_a_running_job(site: Site) -> None:
@@ -103,12 +103,12 @@ def test_pin_cannot_shrink_a_running_job(site: Site) -> None:
 def test_pin_does_not_outlive_its_recovery(site: Site) -> None:
     """Requeued by hand after a recovery, the job asks for what its user asked for."""
     job, hosts = start(site)
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     site.running(job, restart=1)
-    assert site.cluster.job(job)["ReqNodeList"] != "(null)"
+    assert site.cluster.read_job(job)["ReqNodeList"] != "(null)"
     until(lambda: not site.reservations())
     site.cluster.run(["scontrol", "requeuehold", str(job)], user="alice")
-    until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)")
+    until(lambda: site.cluster.read_job(job)["ReqNodeList"] == "(null)")
     until(lambda: named(site, job, "unpinned"))
 
 
@@ -118,7 +118,7 @@ def test_reservation_takes_few_nodes_and_leaves_others_alone(make_site: Callable
     run(["scontrol", "create", "reservation", "ReservationName=theirs", "Nodes=n4", "Users=bob", "StartTime=now",
          "Duration=60", "Flags=FLEX"])  # fmt: skip
     job, hosts = start(site, "-N3", "-w", "n1,n2,n3")
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     until(lambda: site.event(job, "reserved"))
     detail = (site.event(job, "reserved") or {})["detail"]
     taken = detail.split()[0].split(",")
@@ -134,10 +134,10 @@ def test_the_jobs_own_reservation_stays_its_own(site: Site) -> None:
     site.cluster.run(["scontrol", "create", "reservation", "ReservationName=class", "Nodes=n1,n2,n3,n4",
                       "Users=alice", "StartTime=now", "Duration=60"])  # fmt: skip
     job, hosts = start(site, "-N3", "--reservation=class")
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     site.running(job, restart=1)
     assert site.reservations() == ["class"]
-    assert site.cluster.job(job)["Reservation"] == "class"
+    assert site.cluster.read_job(job)["Reservation"] == "class"
     assert "own reservation class is kept" in (site.event(job, "reserved") or {})["detail"]
     site.cluster.run(["scancel", str(job)])
     until(lambda: not site.cluster.run(["scontrol", "delete", "ReservationName=class"]).returncode)
@@ -146,14 +146,16 @@ def test_the_jobs_own_reservation_stays_its_own(site: Site) -> None:
 def test_another_job_of_the_owner_cannot_use_the_reservation(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     name = until(site.reservations)[0]
     other = site.submit("-N1", "--begin=now+1hour")
     until(
         lambda: not site.cluster.run(["scontrol", "update", f"JobId={other}", f"ReservationName={name}"]).returncode
     )
     until(lambda: named(site, job, "foreign_detached"))
-    assert "Reservation" not in site.cluster.job(other) or site.cluster.job(other)["Reservation"] == "(null)"
+    assert (
+        "Reservation" not in site.cluster.read_job(other) or site.cluster.read_job(other)["Reservation"] == "(null)"
+    )
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=resume"])
     site.running(job, restart=1)
     until(lambda: not site.reservations())
@@ -162,20 +164,20 @@ def test_another_job_of_the_owner_cannot_use_the_reservation(site: Site) -> None
 def test_job_that_waits_for_a_hold_keeps_no_nodes(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     until(lambda: site.event(job, "start_set"))
     site.cluster.run(["scontrol", "hold", str(job)])
     held = time.monotonic()
     until(lambda: not site.reservations())
     assert time.monotonic() - held < 5
-    until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)")
+    until(lambda: site.cluster.read_job(job)["ReqNodeList"] == "(null)")
 
 
 def test_drain_holds_nothing(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=drain", "reason=maintenance"])
     time.sleep(3)
-    assert site.cluster.job(job)["JobState"] == "RUNNING"
+    assert site.cluster.read_job(job)["JobState"] == "RUNNING"
     nothing_held(site, job)
     site.cluster.run(["scontrol", "requeue", str(job)])
     site.running(job, restart=1, timeout_s=40)
@@ -188,8 +190,8 @@ def test_preemption_holds_nothing(make_site: Callable[..., Site]) -> None:
     site = make_site(slurm_conf=lines)
     job, _ = start(site, "-N3")
     victor = site.submit("-N4", "--exclusive", "-p", "high", user="bob", script="#!/bin/sh\nsleep 5\n")
-    until(lambda: site.cluster.job(job)["Restarts"] == "1")
-    until(lambda: site.cluster.job(victor)["JobState"] == "RUNNING")
+    until(lambda: site.cluster.read_job(job)["Restarts"] == "1")
+    until(lambda: site.cluster.read_job(victor)["JobState"] == "RUNNING")
     nothing_held(site, job)
     site.running(job, restart=1, timeout_s=60)
     nothing_held(site, job)
@@ -220,17 +222,17 @@ def test_ladder_of_a_job_that_finds_no_replacement(site: Site) -> None:
     """Pinned and reserved for two minutes at most; then the original request, and nothing held."""
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     pending = until(lambda: site.event(job, "requeued"))["t"]
     until(lambda: site.event(job, "pinned"))
     deadline = pending + 50
     while time.time() < deadline:
-        assert site.reservations() and site.cluster.job(job)["ReqNodeList"] == "n1,n3", site.log()
+        assert site.reservations() and site.cluster.read_job(job)["ReqNodeList"] == "n1,n3", site.log()
         time.sleep(1)
     unpinned = until(lambda: site.event(job, "unpinned"), 100, 0.5)["t"]
     assert 110 < unpinned - pending < 150
     until(lambda: not site.reservations())
-    facts = site.cluster.job(job)
+    facts = site.cluster.read_job(job)
     assert facts["JobState"] == "PENDING" and facts["ReqNodeList"] == "(null)", facts
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=resume"])
     site.running(job, restart=1, timeout_s=90)

@@ -43,20 +43,20 @@ class Trial:
         log.chmod(0o666)
         with (cluster.log_directory / "controller.log").open("a") as out:
             argv = [PYTHON, "-I", str(self.dying), str(at), str(log)]
-            process = cluster.popen(argv, user="slurm", stdout=out, stderr=out)
+            process = cluster.start_command(argv, user="slurm", stdout=out, stderr=out)
         job = site.submit("-N3", "--requeue", "--exclusive")
         site.running(job)
         hosts = site.nodes(job)
         site.agents(job, 0, hosts)
-        cluster.power_off(hosts[1])
+        cluster.cut_power(hosts[1])
         try:
             self._recovered(job, hosts, process, log)
         finally:
             killed = process.poll() is not None
             process.kill()
             process.wait()
-            if cluster.controller_pid() is not None:
-                cluster.controller_stop()
+            if cluster.find_controller_pid() is not None:
+                cluster.stop_controller()
             self._restore(hosts[1])
         return [line.split(" ", 1)[1] for line in log.read_text().splitlines()], killed
 
@@ -70,7 +70,7 @@ class Trial:
         time.sleep(0.5)  # the last boundary and the death at it are two moments
         if process.poll() is not None:
             time.sleep(0.3)
-            cluster.controller_start()
+            cluster.start_controller()
         facts = site.running(job, restart=1, timeout_s=90)
         assert hosts[1] not in site.nodes(job), facts
         until(lambda: not site.reservations())
@@ -82,13 +82,13 @@ class Trial:
             return
         # A pin can be taken from a job only when it waits again; then it must be.
         cluster.run(["scontrol", "requeuehold", str(job)])
-        until(lambda: cluster.job(job)["ReqNodeList"] == "(null)")
+        until(lambda: cluster.read_job(job)["ReqNodeList"] == "(null)")
 
     def _restore(self, node: str) -> None:
         self.site.end_agents()
         self.cluster.run(["scancel", "--user=alice"])
         if not self.cluster.is_on(node):
-            self.cluster.power_on(node)
+            self.cluster.restore_power(node)
         self.cluster.resume(node)
         until(lambda: not self.cluster.run(["squeue", "-h", "-u", "alice"]).stdout.strip())
         self.cluster.wait_idle()
@@ -114,12 +114,12 @@ def test_controller_stopped_in_mid_recovery_leaves_what_it_holds(site: Site) -> 
     site.running(job)
     hosts = site.nodes(job)
     site.agents(job, 0, hosts)
-    site.cluster.power_off(hosts[1])
+    site.cluster.cut_power(hosts[1])
     until(lambda: site.event(job, "pinned"))  # not its start: on a busy machine the job would run before the next one
     held = site.reservations()
-    assert held and site.cluster.controller_stop(signal.SIGTERM)
+    assert held and site.cluster.stop_controller(signal.SIGTERM)
     assert site.reservations() == held
-    site.cluster.controller_start()
+    site.cluster.start_controller()
     site.running(job, restart=1, timeout_s=60)
     assert {hosts[0], hosts[2]} < set(site.nodes(job)) and site.event(job, "taken_over")
     until(lambda: not site.reservations())

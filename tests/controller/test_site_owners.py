@@ -42,15 +42,15 @@ def test_two_jobs_of_two_users_lose_a_node_within_a_second_on_a_full_cluster(mak
     for _ in range(8):
         site.submit("-N1", "--exclusive", user="bob", script="#!/bin/sh\nsrun sleep 3\n")
     cut = time.time()
-    site.cluster.power_off(mine[1])
-    site.cluster.power_off(theirs[1])
+    site.cluster.cut_power(mine[1])
+    site.cluster.cut_power(theirs[1])
     held: dict[int, set[str]] = {}
 
     def both() -> bool:
         for job, foreign in ((ours, {theirs[0], theirs[2]}), (other, {mine[0], mine[2]})):
             held[job] = held.get(job, set()) | reserved(site, job)
             assert not held[job] & foreign, f"{held} has survivors of the other's"
-        facts = [site.cluster.job(job) for job in (ours, other)]
+        facts = [site.cluster.read_job(job) for job in (ours, other)]
         return all((f["JobState"], f["Restarts"]) == ("RUNNING", "1") for f in facts)
 
     until(both, 90, 0.1)
@@ -65,7 +65,7 @@ def test_nodes_of_another_owners_protected_job_are_never_candidates(make_site: C
     site = make_site(nodes=6)
     ours, mine = protected(site, "alice")
     other, theirs = protected(site, "bob")
-    site.cluster.power_off(mine[1])
+    site.cluster.cut_power(mine[1])
     until(lambda: site.event(ours, "start_set"))
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:

@@ -33,7 +33,7 @@ LONG = "#!/bin/sh\nsleep 600\n"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster.up(f"way{os.getpid()}", nodes=3, site=False, controller=False) as made:
+    with Cluster.bring_up(f"way{os.getpid()}", nodes=3, site=False, controller=False) as made:
         feature = hostile.FEATURE
         made.run(
             ["scontrol", "update", "nodename=n[1-3]", f"AvailableFeatures={feature}", f"ActiveFeatures={feature}"]
@@ -72,7 +72,7 @@ def asking(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     worker = shutil.copy(WORKER, place / "worker.py")
     real = os.environ.get("GEMINI_TEST_PYSLURM", "")
     code = started("" if real else str(place), str(worker))
-    argv, env = cluster.command([real or PYTHON, "-I", "-c", code], env={"TZ": "UTC", "LC_ALL": "C"})
+    argv, env = cluster.build_command([real or PYTHON, "-I", "-c", code], env={"TZ": "UTC", "LC_ALL": "C"})
     with pytest.MonkeyPatch.context() as patch:
         inside.slurm(cluster, tmp_path_factory.mktemp("tools"), patch)
         release = cluster.run(["scontrol", "--version"]).stdout.split()[-1]
@@ -87,10 +87,10 @@ def asking(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.mark.cluster
 def test_equal_facts(cluster: Cluster, asking: Asking) -> None:
-    plain = cluster.sbatch(["-N2", "--mem-per-cpu=150", "--mincpus=2", "-x", "n3", "-t", "9"], script=LONG)
-    array = cluster.sbatch(["--array=1-4%2", "--no-requeue", "--mem-per-cpu=20"], script=LONG)
-    het = cluster.sbatch(["-N1", ":", "-N1"], script=LONG)
-    failed = cluster.sbatch(["-N1", "--mem-per-cpu=20"], script="#!/bin/sh\nexit 3\n")
+    plain = cluster.submit_job(["-N2", "--mem-per-cpu=150", "--mincpus=2", "-x", "n3", "-t", "9"], script=LONG)
+    array = cluster.submit_job(["--array=1-4%2", "--no-requeue", "--mem-per-cpu=20"], script=LONG)
+    het = cluster.submit_job(["-N1", ":", "-N1"], script=LONG)
+    failed = cluster.submit_job(["-N1", "--mem-per-cpu=20"], script="#!/bin/sh\nexit 3\n")
     worst = hostile.submit(cluster, hostile.WORST, "-N1", "-w", "n2", "--hold", "--requeue")
     try:
         wait = asking.ask(ways.COMMANDS, lambda slurm: _settled(slurm, plain, failed))
@@ -147,7 +147,7 @@ def test_the_way_that_is_used_is_told(way: str, cluster: Cluster, asking: Asking
 @pytest.mark.cluster
 @pytest.mark.parametrize("way", WAYS)
 def test_changes_take_effect(way: str, cluster: Cluster, asking: Asking) -> None:
-    job = cluster.sbatch(["-N1", "-w", "n1", "--requeue"], script=LONG)
+    job = cluster.submit_job(["-N1", "-w", "n1", "--requeue"], script=LONG)
     try:
         until(lambda: asking.ask(ways.COMMANDS, lambda slurm: slurm.read_job(job)).state == "RUNNING", 20)
 
@@ -171,7 +171,7 @@ def test_changes_take_effect(way: str, cluster: Cluster, asking: Asking) -> None
 @pytest.mark.cluster
 def test_no_array_is_requeued_by_its_last_task(cluster: Cluster, asking: Asking) -> None:
     """By raw id, which is all that pyslurm has, the last task stands for all."""
-    array = cluster.sbatch(["--array=1-2", "--requeue"], script=LONG)
+    array = cluster.submit_job(["--array=1-2", "--requeue"], script=LONG)
     try:
 
         async def requeue(slurm: Slurm) -> list[int]:

@@ -19,8 +19,8 @@ from leaks.machine import MARK
 
 from gemini_hpc.devcluster import Cluster
 from gemini_hpc.devcluster.layout import ClusterFiles
-from gemini_hpc.devcluster.status import names
-from gemini_hpc.devcluster.teardown import MOUNT_POINTS, down, members
+from gemini_hpc.devcluster.status import list_clusters
+from gemini_hpc.devcluster.teardown import MOUNT_POINTS, list_processes, tear_down
 
 CHECKOUT = Path(__file__).parents[2]
 ROOT = Path("/var/lib/gemini-devcluster")
@@ -43,7 +43,7 @@ class Trace:
 
     @classmethod
     def of(cls, name: str) -> Trace:
-        found = (namespaces(process.pid) for process in members(ClusterFiles(name)))
+        found = (namespaces(process.pid) for process in list_processes(ClusterFiles(name)))
         # nsenter waits for its command in the pid namespace of the machine.
         return cls(name, frozenset[str]().union(*found) - namespaces("self"), frozenset(links()))
 
@@ -51,7 +51,7 @@ class Trace:
         layout = ClusterFiles(self.name)
         assert not layout.directory.exists()
         assert not layout.lock.exists()
-        assert members(layout) == []
+        assert list_processes(layout) == []
         assert f"gemini-devcluster/{self.name}" not in Path("/proc/self/mountinfo").read_text()
         # Other workers' come and go: os.walk passes over what has just gone.
         assert f"gemini-devcluster-{self.name}" not in {n for _, below, _ in os.walk("/sys/fs/cgroup") for n in below}
@@ -60,7 +60,7 @@ class Trace:
         assert links() <= self.links
         # Another worker's cluster may just be on its way up or down.
         deadline = time.monotonic() + 20.0
-        while not names() and [path for path in (ROOT, *MOUNT_POINTS) if path.exists()]:
+        while not list_clusters() and [path for path in (ROOT, *MOUNT_POINTS) if path.exists()]:
             assert time.monotonic() < deadline, "no cluster is left, but what they share is"
             time.sleep(0.05)
 
@@ -126,7 +126,7 @@ def killed_up(name: str, milestone: str, profile: str = "fast") -> None:
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Five nodes without plugin and controller, shared by a module; a test leaves all of them on and idle."""
     name = f"{PREFIX}-{request.module.__name__.rpartition('_')[2]}"
-    with Cluster.up(name, nodes=5, site=False, controller=False) as started:
+    with Cluster.bring_up(name, nodes=5, site=False, controller=False) as started:
         trace = Trace.of(name)
         yield started
     trace.assert_gone()
@@ -146,4 +146,4 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
     """A name for a cluster that the test starts itself; it is taken down in any case."""
     chosen = f"{PREFIX}-x"
     yield chosen
-    down(ClusterFiles(chosen))
+    tear_down(ClusterFiles(chosen))

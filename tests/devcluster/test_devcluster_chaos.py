@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from waiting import until
 
 from gemini_hpc.devcluster import Cluster
-from gemini_hpc.devcluster.chaos import BACK_S, Weather, moments
+from gemini_hpc.devcluster.chaos import BACK_S, Weather, draw_cut_times
 
 from .conftest import CHECKOUT, tool
 
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 @pytest.fixture
 def job(cluster: Cluster) -> Iterator[int]:
     """On n1, n2 and n3; it loses no node, whatever is cut."""
-    made = cluster.sbatch(["-N3", "--no-kill", "-w", "n[1-3]", "--output=/dev/null", "--wrap", "sleep 300"])
-    until(lambda: cluster.job(made)["JobState"] == "RUNNING", 10, what="running")
+    made = cluster.submit_job(["-N3", "--no-kill", "-w", "n[1-3]", "--output=/dev/null", "--wrap", "sleep 300"])
+    until(lambda: cluster.read_job(made)["JobState"] == "RUNNING", 10, what="running")
     yield made
     cluster.run(["scancel", str(made)])
     cluster.restore()
@@ -67,16 +67,16 @@ def test_nodes_with_a_job_are_cut_and_come_back(cluster: Cluster, job: int) -> N
         after = [e["event"] for e in told if e["node"] == victim]
         assert after in (["cut", "on", "back"], ["cut", "on", "back"] * 2), done.stdout
     assert {n for n, boot in boots(cluster).items() if boot != before[n]} == victims
-    assert not any(word in state for state in cluster.node_states().values() for word in ("down", "drain"))
+    assert not any(word in state for state in cluster.read_node_states().values() for word in ("down", "drain"))
 
 
 def test_it_ends_with_the_last_job(cluster: Cluster, job: int) -> None:
     cluster.run(["scancel", str(job)])
-    until(lambda: not cluster.queue(), 20, what="no job")
+    until(lambda: not cluster.read_queue(), 20, what="no job")
     done = storm(cluster, "--mtbf", "5")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"gemini-hpc devcluster: cluster {cluster.name} has no job: submit one first\n"
-    last = cluster.sbatch(["-N1", "--output=/dev/null", "--wrap", "sleep 300"])
+    last = cluster.submit_job(["-N1", "--output=/dev/null", "--wrap", "sleep 300"])
     with started(cluster, "--every", "600") as process:
         assert process.stdout is not None and "begin" in process.stdout.readline()
         cluster.run(["scancel", str(last)])
@@ -115,11 +115,11 @@ def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
 @given(st.integers(0, 1 << 32), st.floats(0.1, 1e6))
 def test_a_seed_repeats_its_moments(seed: int, mtbf_s: float) -> None:
     weather = Weather(mtbf_s=mtbf_s, seed=seed)
-    first, again = (list(islice(moments(weather, random.Random(seed)), 20)) for _ in range(2))
+    first, again = (list(islice(draw_cut_times(weather, random.Random(seed)), 20)) for _ in range(2))
     assert first == again == sorted(first) and first[0] > 0
-    many = list(islice(moments(weather, random.Random(seed)), 2000))
+    many = list(islice(draw_cut_times(weather, random.Random(seed)), 2000))
     assert 0.8 * mtbf_s < many[-1] / len(many) < 1.2 * mtbf_s
 
 
 def test_fixed_moments() -> None:
-    assert list(islice(moments(Weather(every_s=60.0), random.Random(1)), 3)) == [60.0, 120.0, 180.0]
+    assert list(islice(draw_cut_times(Weather(every_s=60.0), random.Random(1)), 3)) == [60.0, 120.0, 180.0]

@@ -20,10 +20,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
 
 def test_jobs_run_as_their_user(cluster: Cluster) -> None:
-    job = cluster.sbatch(["-N3"], user="alice", script="#!/bin/sh\nsrun sh -c 'echo $(id -un) $(hostname) $HOME'\n")
-    output = cluster.home("alice") / f"slurm-{job}.out"
-    until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 20)
-    home = cluster.home("alice")
+    job = cluster.submit_job(
+        ["-N3"], user="alice", script="#!/bin/sh\nsrun sh -c 'echo $(id -un) $(hostname) $HOME'\n"
+    )
+    output = cluster.locate_home("alice") / f"slurm-{job}.out"
+    until(lambda: cluster.read_job(job)["JobState"] == "COMPLETED", 20)
+    home = cluster.locate_home("alice")
     assert sorted(output.read_text().splitlines()) == [f"alice {node} {home}" for node in ("n1", "n2", "n3")]
     assert output.stat().st_uid == 5001
 
@@ -35,13 +37,13 @@ def test_a_script_from_outside_is_submitted(cluster: Cluster, tmp_path: Path) ->
     done = tool("sbatch", "--name", cluster.name, "--user", "bob", "-N1", "--output=outside.txt", str(script), "here")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Submitted batch job")
-    output = cluster.home("bob") / "outside.txt"
+    output = cluster.locate_home("bob") / "outside.txt"
     until(lambda: output.exists() and output.read_text() == "hello from here\n", 20)
     assert output.stat().st_uid == 5002
 
 
 def test_users_are_separate_and_unprivileged(cluster: Cluster) -> None:
-    assert cluster.run(["ls", str(cluster.home("alice"))], user="bob").returncode != 0
+    assert cluster.run(["ls", str(cluster.locate_home("alice"))], user="bob").returncode != 0
     assert cluster.run(["cat", str(cluster.directory / "munge" / "munge.key")], user="alice").returncode != 0
     capabilities = cluster.exec("n1", ["grep", "CapEff", "/proc/self/status"], user="alice").stdout
     assert int(capabilities.split()[1], 16) == 0
@@ -102,7 +104,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(cluster: Cluster) -> No
 
 
 def test_popen_signals_reach_the_command(cluster: Cluster) -> None:
-    process = cluster.popen(["bash", "-c", "sleep 4712; true"], node="n1", user="alice")
+    process = cluster.start_command(["bash", "-c", "sleep 4712; true"], node="n1", user="alice")
     until(lambda: "sleep 4712" in cluster.exec("n1", ["ps", "ax"]).stdout, 10)
     process.kill()
     process.wait(10)
@@ -128,6 +130,6 @@ def test_status_as_json(cluster: Cluster) -> None:
     }
     assert [node["name"] for node in shown["nodes"]] == cluster.node_names
     assert set(shown["nodes"][0]) == {"name", "address", "on", "pid", "slurm_state", "rate"}
-    assert cluster.node_pid("n2") == shown["nodes"][1]["pid"]
-    assert os.readlink(f"/proc/{cluster.node_pid('n2')}/ns/net") != os.readlink("/proc/self/ns/net")
+    assert cluster.find_node_pid("n2") == shown["nodes"][1]["pid"]
+    assert os.readlink(f"/proc/{cluster.find_node_pid('n2')}/ns/net") != os.readlink("/proc/self/ns/net")
     assert f"{cluster.name}\trunning" in tool("list").stdout

@@ -15,8 +15,8 @@ from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.layout import ClusterFiles
-from gemini_hpc.devcluster.status import names
-from gemini_hpc.devcluster.teardown import down, members
+from gemini_hpc.devcluster.status import list_clusters
+from gemini_hpc.devcluster.teardown import list_processes, tear_down
 
 from .conftest import CHECKOUT, PREFIX, Trace, killed_up, links, tool
 
@@ -26,18 +26,18 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 @pytest.mark.witness("a development cluster leaves nothing behind")
 def test_up_and_down_leave_nothing(name: str) -> None:
     before = links()
-    cluster = Cluster.up(name, nodes=5, site=False, controller=False)
+    cluster = Cluster.bring_up(name, nodes=5, site=False, controller=False)
     trace = Trace.of(name)
     assert len(trace.namespaces) >= 5 * 6  # controller host and five nodes, five kinds each
     assert cluster.ready_s is not None
     assert cluster.node_names == ["n1", "n2", "n3", "n4", "n5"]
-    assert set(cluster.node_states().values()) == {"idle"}
+    assert set(cluster.read_node_states().values()) == {"idle"}
     assert cluster.run(["srun", "-N5", "hostname"]).stdout.split().__len__() == 5
     assert links() == before  # nothing in the machine's own network
     assert f"gemini-devcluster/{name}" not in Path("/proc/self/mountinfo").read_text()
-    cluster.down()
+    cluster.tear_down()
     trace.assert_gone()
-    cluster.down()  # again: nothing to do, no error
+    cluster.tear_down()  # again: nothing to do, no error
     with pytest.raises(DevclusterError, match="is not running"):
         cluster.run(["true"])
 
@@ -45,16 +45,16 @@ def test_up_and_down_leave_nothing(name: str) -> None:
 def test_two_clusters_side_by_side(name: str) -> None:
     other = f"{PREFIX}-y"
     with (
-        Cluster.up(name, nodes=5, site=False, controller=False) as first,
-        Cluster.up(other, nodes=5, site=False, controller=False) as second,
+        Cluster.bring_up(name, nodes=5, site=False, controller=False) as first,
+        Cluster.bring_up(other, nodes=5, site=False, controller=False) as second,
     ):
         traces = [Trace.of(name), Trace.of(other)]
         assert not traces[0].namespaces & traces[1].namespaces
         for cluster in (first, second):
             assert sorted(cluster.run(["srun", "-N5", "hostname"]).stdout.split()) == cluster.node_names
             assert cluster.name in cluster.run(["scontrol", "show", "config"]).stdout
-        assert {name, other} <= set(names())
-        first.down()
+        assert {name, other} <= set(list_clusters())
+        first.tear_down()
         traces[0].assert_gone()
         # The other one has not even lost the mounts that both share a mount point for.
         done = second.run(["/opt/gemini-hpc/venv/bin/python", "-I", "-c", "import gemini_hpc"], user="alice")
@@ -64,25 +64,25 @@ def test_two_clusters_side_by_side(name: str) -> None:
 
 
 def test_up_twice_is_refused_and_replace_is_not(name: str) -> None:
-    first = Cluster.up(name, nodes=1, site=False, controller=False)
-    pid = first.status().outer_pid
+    first = Cluster.bring_up(name, nodes=1, site=False, controller=False)
+    pid = first.read_status().outer_pid
     with pytest.raises(DevclusterError, match="already running"):
-        Cluster.up(name, nodes=1, site=False, controller=False)
-    assert first.status().outer_pid == pid
-    second = Cluster.up(name, nodes=2, site=False, controller=False, replace=True)
-    assert second.status().outer_pid != pid
+        Cluster.bring_up(name, nodes=1, site=False, controller=False)
+    assert first.read_status().outer_pid == pid
+    second = Cluster.bring_up(name, nodes=2, site=False, controller=False, replace=True)
+    assert second.read_status().outer_pid != pid
     assert Cluster.attach(name).node_names == ["n1", "n2"]
 
 
 def test_a_cluster_whose_init_was_killed_can_be_started_again(name: str) -> None:
-    cluster = Cluster.up(name, nodes=2, site=False, controller=False)
+    cluster = Cluster.bring_up(name, nodes=2, site=False, controller=False)
     trace = Trace.of(name)
-    os.kill(cluster.status().outer_pid, signal.SIGKILL)
-    until(lambda: not names()[name], 10)
-    assert members(ClusterFiles(name)) == []
-    again = Cluster.up(name, nodes=2, site=False, controller=False)
+    os.kill(cluster.read_status().outer_pid, signal.SIGKILL)
+    until(lambda: not list_clusters()[name], 10)
+    assert list_processes(ClusterFiles(name)) == []
+    again = Cluster.bring_up(name, nodes=2, site=False, controller=False)
     assert again.run(["srun", "-N2", "true"]).returncode == 0
-    again.down()
+    again.tear_down()
     trace.assert_gone()
 
 
@@ -106,8 +106,8 @@ def test_a_cluster_that_is_not_complete_dies_with_the_tool(name: str) -> None:
     cases: list[str] = ["outer.json", "etc/slurm/plugstack.conf", "nodes/n1.boot_id", "nodes/n2.json"]
     for milestone in cases:
         killed_up(name, milestone)
-        until(lambda: not members(ClusterFiles(name)), 10, what=f"killed at {milestone}")
-        down(ClusterFiles(name))
+        until(lambda: not list_processes(ClusterFiles(name)), 10, what=f"killed at {milestone}")
+        tear_down(ClusterFiles(name))
 
 
 def test_the_recorded_pid_of_somebody_else_is_left_alone(name: str) -> None:
@@ -123,13 +123,13 @@ def test_the_recorded_pid_of_somebody_else_is_left_alone(name: str) -> None:
 
 def test_a_failed_up_leaves_nothing(name: str) -> None:
     with pytest.raises(DevclusterError, match="slurmctld did not"):
-        Cluster.up(name, nodes=1, site=False, controller=False, slurm_conf=["SchedulerType=sched/nonsense"])
+        Cluster.bring_up(name, nodes=1, site=False, controller=False, slurm_conf=["SchedulerType=sched/nonsense"])
     Trace.of(name).assert_gone()
 
 
 @pytest.mark.parametrize("profile", ["fast", "stock"])
 def test_profiles_run_jobs(name: str, profile: str) -> None:
-    with Cluster.up(name, nodes=2, profile=profile, site=False, controller=False) as cluster:
+    with Cluster.bring_up(name, nodes=2, profile=profile, site=False, controller=False) as cluster:
         assert cluster.run(["srun", "-N2", "hostname"]).stdout.split().__len__() == 2
         timeout = cluster.run(["scontrol", "show", "config"]).stdout
         assert f"SlurmdTimeout           = {10 if profile == 'fast' else 300} sec" in timeout
@@ -210,4 +210,4 @@ def test_without_the_right_to_make_namespaces_it_says_so(name: str) -> None:
 def test_without_slurm_it_names_the_packages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemini_hpc.devcluster.requirements.SEARCH_PATH", "/nonexistent")
     with pytest.raises(DevclusterError, match=r"slurmctld.*apt-get install.*munge.*slurm-client.*slurmctld.*slurmd"):
-        Cluster.up(name, nodes=1)
+        Cluster.bring_up(name, nodes=1)

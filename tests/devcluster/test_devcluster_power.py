@@ -63,7 +63,7 @@ PYTHON = ["/opt/gemini-hpc/venv/bin/python", "-I", "-c"]
 
 @contextmanager
 def serving(cluster: Cluster, node: str, code: str) -> Iterator[None]:
-    process = cluster.popen([*PYTHON, code], node=node)
+    process = cluster.start_command([*PYTHON, code], node=node)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "listening\n"
@@ -76,13 +76,13 @@ def serving(cluster: Cluster, node: str, code: str) -> Iterator[None]:
 def hears(cluster: Cluster, reset: bool) -> str:
     """What a peer hears of a node that loses its power."""
     with serving(cluster, "n1", SERVER):
-        client = cluster.popen([*PYTHON, CLIENT, cluster.address("n1"), "2"], node="n2")
+        client = cluster.start_command([*PYTHON, CLIENT, cluster.find_address("n1"), "2"], node="n2")
         assert client.stdout is not None
         assert client.stdout.readline() == "hello\n"
-        cluster.power_off("n1", reset=reset)
+        cluster.cut_power("n1", reset=reset)
         heard, _ = client.communicate(timeout=10)
     assert not cluster.is_on("n1")
-    cluster.power_on("n1")
+    cluster.restore_power("n1")
     cluster.wait_idle(timeout_s=20)
     return heard.strip()
 
@@ -98,42 +98,42 @@ def test_power_off_with_reset_is_heard(cluster: Cluster) -> None:
 
 def test_a_node_without_power_is_unreachable_and_comes_back_empty(cluster: Cluster) -> None:
     connect = "import socket, sys; socket.create_connection((sys.argv[1], 6818), timeout=2)"
-    reach = [*PYTHON, connect, cluster.address("n3")]
+    reach = [*PYTHON, connect, cluster.find_address("n3")]
     assert cluster.run(reach).returncode == 0
     boot = cluster.exec("n3", ["cat", "/proc/sys/kernel/random/boot_id"]).stdout
     cluster.exec("n3", ["touch", "/dev/shm/replica", "/tmp/file", "/run/gemini-hpc/job"])
-    pid = cluster.node_pid("n3")
-    cluster.power_off("n3")
+    pid = cluster.find_node_pid("n3")
+    cluster.cut_power("n3")
     assert cluster.run(reach).returncode != 0
     assert not cluster.is_on("n3")
-    for call in (cluster.power_off, cluster.node_pid):
+    for call in (cluster.cut_power, cluster.find_node_pid):
         with pytest.raises(DevclusterError, match=r"n3 .* is off"):
             call("n3")
-    cluster.power_on("n3")
-    assert cluster.node_pid("n3") != pid
+    cluster.restore_power("n3")
+    assert cluster.find_node_pid("n3") != pid
     assert cluster.run(reach).returncode == 0
     left = cluster.exec("n3", ["find", "/dev/shm", "/tmp", "/run/gemini-hpc", "-mindepth", "1"])
     assert (left.returncode, left.stdout) == (0, "")
     assert cluster.exec("n3", ["cat", "/proc/sys/kernel/random/boot_id"]).stdout != boot
     with pytest.raises(DevclusterError, match="already on"):
-        cluster.power_on("n3")
+        cluster.restore_power("n3")
     cluster.wait_idle(timeout_s=20)
     assert sorted(cluster.run(["srun", "-N5", "hostname"]).stdout.split()) == cluster.node_names
 
 
 def test_slurm_notices_by_itself_and_the_node_comes_back(cluster: Cluster) -> None:
-    cluster.power_off("n5")
-    until(lambda: cluster.node_state("n5").startswith("down"), every_s=0.2)
-    cluster.power_on("n5")
+    cluster.cut_power("n5")
+    until(lambda: cluster.read_node_state("n5").startswith("down"), every_s=0.2)
+    cluster.restore_power("n5")
     cluster.wait_idle(["n5"], timeout_s=20)
 
 
 def test_resume_takes_a_node_out_of_down_and_drain(cluster: Cluster) -> None:
     for state in ("drain", "down"):
         cluster.run(["scontrol", "update", "nodename=n4", f"state={state}", "reason=test"])
-    cluster.power_off("n4")
-    cluster.power_on("n4")
-    assert cluster.node_state("n4") != "idle"
+    cluster.cut_power("n4")
+    cluster.restore_power("n4")
+    assert cluster.read_node_state("n4") != "idle"
     assert tool("resume", "--name", cluster.name, "n4").returncode == 0
     cluster.wait_idle(["n4"], timeout_s=20)
 
@@ -150,52 +150,52 @@ def test_power_from_the_command_line(cluster: Cluster) -> None:
 @pytest.mark.parametrize("sender,receiver", [("n1", "n2"), ("n2", "n1")])
 def test_shaping_limits_both_directions(cluster: Cluster, sender: str, receiver: str) -> None:
     def rate() -> float:
-        return float(cluster.exec(sender, [*PYTHON, SOURCE, cluster.address(receiver), str(5_000_000)]).stdout)
+        return float(cluster.exec(sender, [*PYTHON, SOURCE, cluster.find_address(receiver), str(5_000_000)]).stdout)
 
     with serving(cluster, receiver, SINK):
         unlimited = rate()
-        cluster.shape("n1", "40mbit")
+        cluster.limit_link("n1", "40mbit")
         limited = rate()
-        cluster.shape("n1", None)
+        cluster.limit_link("n1", None)
         again = rate()
     # How fast it is without a limit depends on what else this machine does.
     assert min(unlimited, again) > 2 * limited
     assert 25e6 < limited < 48e6
-    assert cluster.status().nodes[0].rate is None
+    assert cluster.read_status().nodes[0].rate is None
 
 
 def test_a_limit_outlives_a_power_off(cluster: Cluster) -> None:
     assert tool("shape", "--name", cluster.name, "n1", "--rate", "20mbit").returncode == 0
-    cluster.power_off("n1")
-    cluster.power_on("n1")
-    assert cluster.status().nodes[0].rate == "20mbit"
+    cluster.cut_power("n1")
+    cluster.restore_power("n1")
+    assert cluster.read_status().nodes[0].rate == "20mbit"
     assert "htb" in cluster.exec("n1", ["tc", "qdisc", "show", "dev", "eth0"]).stdout
     assert tool("shape", "--name", cluster.name, "n1", "--rate", "off").returncode == 0
     assert "htb" not in cluster.exec("n1", ["tc", "qdisc", "show", "dev", "eth0"]).stdout
-    cluster.shape("n1", None)  # again: nothing to do, no error
+    cluster.limit_link("n1", None)  # again: nothing to do, no error
     refused = tool("shape", "--name", cluster.name, "n1", "--rate", "fast")
     assert refused.returncode == 1 and "1gbit" in refused.stderr
     cluster.wait_idle(timeout_s=20)
 
 
 def test_a_node_that_is_off_takes_no_commands(cluster: Cluster) -> None:
-    cluster.power_off("n2")
+    cluster.cut_power("n2")
     with pytest.raises(DevclusterError, match=r"n2 .* is off"):
         cluster.exec("n2", ["true"])
     with pytest.raises(DevclusterError, match="no node 'n77'"):
-        cluster.power_off("n77")
-    cluster.power_on("n2")
+        cluster.cut_power("n77")
+    cluster.restore_power("n2")
     cluster.wait_idle(timeout_s=20)
 
 
 def test_a_command_on_a_node_ends_with_its_power(cluster: Cluster) -> None:
-    process = cluster.popen(["sleep", "600"], node="n3")
-    cluster.power_off("n3")
+    process = cluster.start_command(["sleep", "600"], node="n3")
+    cluster.cut_power("n3")
     try:
         process.communicate(timeout=10)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
     assert process.returncode != 0
-    cluster.power_on("n3")
+    cluster.restore_power("n3")
     cluster.wait_idle(timeout_s=20)

@@ -15,8 +15,8 @@ from waiting import until
 from gemini_hpc.devcluster import Cluster, DevclusterError, cgroups, network
 from gemini_hpc.devcluster.layout import ClusterFiles
 from gemini_hpc.devcluster.profiles import PROFILES
-from gemini_hpc.devcluster.requirements import ACCOUNTING_PROGRAMS, PROGRAMS, check, program
-from gemini_hpc.devcluster.teardown import members
+from gemini_hpc.devcluster.requirements import ACCOUNTING_PROGRAMS, PROGRAMS, check, find_program
+from gemini_hpc.devcluster.teardown import list_processes
 from gemini_hpc.slurm import accounting
 from gemini_hpc.slurm.accounting import History
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 @pytest.fixture(scope="module")
 def site() -> Iterator[Cluster]:
     """Three nodes; a test leaves all of them on and idle. The leak check at the end is part of every test."""
-    with Cluster.up(f"{PREFIX}-site", nodes=3, profile="site", site=False, controller=False) as started:
+    with Cluster.bring_up(f"{PREFIX}-site", nodes=3, profile="site", site=False, controller=False) as started:
         yield started
         # Not before: the kernel gives the namespaces of a node that was switched off to the next who asks.
         trace = Trace.of(started.name)
@@ -56,7 +56,7 @@ def test_slurm_is_set_up_as_a_site_would(site: Cluster) -> None:
 
 
 def test_the_kernel_tracks_a_job_and_holds_it_to_its_memory(site: Cluster) -> None:
-    if why := cgroups.untracked():
+    if why := cgroups.find_tracking_problem():
         pytest.skip(f"`up` says so: {why}")
     found = config(site)
     assert (found["ProctrackType"], found["TaskPlugin"]) == ("proctrack/cgroup", "task/cgroup")
@@ -85,12 +85,12 @@ def test_nobody_runs_without_an_association(site: Cluster) -> None:
 
 def test_a_limit_of_a_qos_holds_a_job_back(site: Cluster) -> None:
     sleeper = "#!/bin/sh\nsleep 60\n"
-    first, second = (site.sbatch(["--qos=single", "-n1"], script=sleeper) for _ in range(2))
-    other = site.sbatch(["--qos=single", "-n1"], user="bob", script=sleeper)
+    first, second = (site.submit_job(["--qos=single", "-n1"], script=sleeper) for _ in range(2))
+    other = site.submit_job(["--qos=single", "-n1"], user="bob", script=sleeper)
     try:
-        until(lambda: site.job(first)["JobState"] == site.job(other)["JobState"] == "RUNNING", 20)
-        until(lambda: site.job(second)["Reason"] == "QOSMaxJobsPerUserLimit", 20)
-        assert site.job(second)["JobState"] == "PENDING"
+        until(lambda: site.read_job(first)["JobState"] == site.read_job(other)["JobState"] == "RUNNING", 20)
+        until(lambda: site.read_job(second)["Reason"] == "QOSMaxJobsPerUserLimit", 20)
+        assert site.read_job(second)["JobState"] == "PENDING"
     finally:
         site.run(["scancel", *map(str, (first, second, other))])
     until(lambda: not site.run(["squeue", "-h"]).stdout, 20)
@@ -100,13 +100,13 @@ def test_a_limit_of_a_qos_holds_a_job_back(site: Cluster) -> None:
 
 def test_qos_and_age_make_the_priority(site: Cluster) -> None:
     held = ["-H", "-n1"]
-    normal = site.sbatch(held, script="#!/bin/sh\ntrue\n")
-    urgent = site.sbatch([*held, "--qos=urgent"], script="#!/bin/sh\ntrue\n")
+    normal = site.submit_job(held, script="#!/bin/sh\ntrue\n")
+    urgent = site.submit_job([*held, "--qos=urgent"], script="#!/bin/sh\ntrue\n")
     try:
         for job in (normal, urgent):
             site.run(["scontrol", "update", f"jobid={job}", "StartTime=now+1hour"])
             site.run(["scontrol", "release", str(job)])
-        assert int(site.job(urgent)["Priority"]) > int(site.job(normal)["Priority"])
+        assert int(site.read_job(urgent)["Priority"]) > int(site.read_job(normal)["Priority"])
     finally:
         site.run(["scancel", str(normal), str(urgent)])
 
@@ -139,7 +139,7 @@ def test_the_database_is_the_cluster_s_own(site: Cluster) -> None:
     assert directory.stat().st_mode & 0o777 == 0o700
     assert (site.directory / "etc" / "slurm" / "slurmdbd.conf").stat().st_mode & 0o777 == 0o600
     assert site.run(["ls", str(directory)], user="alice").returncode != 0
-    assert not network.listens(site.status().outer_pid, 3306)
+    assert not network.listens(site.read_status().outer_pid, 3306)
     assert not Path("/run/mysqld").exists()
     assert everything_running().count(f"--datadir={directory}") == 1
 
@@ -157,8 +157,8 @@ def test_each_node_has_a_munged_of_its_own(site: Cluster) -> None:
     assert site.exec("n3", ["pkill", "-x", "munged"]).returncode == 0
     assert site.exec("n3", ["munge", "-n"]).returncode != 0
     assert site.exec("n1", ["munge", "-n"]).returncode == 0
-    site.power_off("n3")
-    site.power_on("n3")
+    site.cut_power("n3")
+    site.restore_power("n3")
     assert site.exec("n3", ["munge", "-n"]).returncode == 0
     site.wait_idle(timeout_s=20)
 
@@ -168,20 +168,20 @@ def test_nodes_have_no_configuration_files(site: Cluster) -> None:
         assert site.exec("n1", ["test", "-e", path]).returncode == 1
     shown = site.exec("n1", ["sh", "-c", "echo $SLURM_CONF; sinfo -h -o %D"], user="alice")
     assert shown.stdout == "\n3\n" and shown.returncode == 0
-    job = site.sbatch(["-N2"], script="#!/bin/sh\necho $SLURM_CONF\nsrun hostname\n")
-    until(lambda: site.job(job)["JobState"] == "COMPLETED", 20)
-    cached, *hosts = (site.home("alice") / f"slurm-{job}.out").read_text().split()
+    job = site.submit_job(["-N2"], script="#!/bin/sh\necho $SLURM_CONF\nsrun hostname\n")
+    until(lambda: site.read_job(job)["JobState"] == "COMPLETED", 20)
+    cached, *hosts = (site.locate_home("alice") / f"slurm-{job}.out").read_text().split()
     assert cached.endswith("/conf-cache/slurm.conf") and len(hosts) == 2
 
 
 def test_a_node_loses_its_power_and_comes_back(site: Cluster) -> None:
-    before = site.node_pid("n2")
-    site.power_off("n2")
+    before = site.find_node_pid("n2")
+    site.cut_power("n2")
     assert not site.is_on("n2")
     assert f"munged.{'n2'}.log" not in site.run(["ps", "axww", "-o", "args"]).stdout
     assert tool("power-on", "--name", site.name, "n2").returncode == 0  # a tool that was not there at `up`
     site.wait_idle(timeout_s=20)
-    assert site.node_pid("n2") != before
+    assert site.find_node_pid("n2") != before
     assert sorted(site.run(["srun", "-N3", "hostname"], user="alice").stdout.split()) == site.node_names
     fetched = site.exec("n2", ["readlink", "/run/slurm/conf"]).stdout.strip()
     assert fetched.endswith("spool/n2/conf-cache")
@@ -189,7 +189,7 @@ def test_a_node_loses_its_power_and_comes_back(site: Cluster) -> None:
 
 def test_a_failed_up_leaves_no_database(name: str) -> None:
     with pytest.raises(DevclusterError, match="slurmctld did not"):
-        Cluster.up(
+        Cluster.bring_up(
             name, nodes=1, profile="site", site=False, controller=False, slurm_conf=["SchedulerType=sched/nonsense"]
         )
     Trace.of(name).assert_gone()
@@ -208,10 +208,10 @@ def test_tool_killed_in_the_middle_of_up(name: str) -> None:
 
 
 def test_a_cluster_whose_init_was_killed_leaves_no_database(name: str) -> None:
-    cluster = Cluster.up(name, nodes=1, profile="site", site=False, controller=False)
+    cluster = Cluster.bring_up(name, nodes=1, profile="site", site=False, controller=False)
     trace = Trace.of(name)
-    os.kill(cluster.status().outer_pid, signal.SIGKILL)
-    until(lambda: not members(ClusterFiles(name)), 10)
+    os.kill(cluster.read_status().outer_pid, signal.SIGKILL)
+    until(lambda: not list_processes(ClusterFiles(name)), 10)
     assert tool("down", "--name", name).returncode == 0
     trace.assert_gone()
 
@@ -220,12 +220,12 @@ def test_missing_packages_are_named_for_this_profile_only(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for known in PROGRAMS:
-        (tmp_path / known).symlink_to(program(known))
+        (tmp_path / known).symlink_to(find_program(known))
     monkeypatch.setattr("gemini_hpc.devcluster.requirements.SEARCH_PATH", str(tmp_path))
     check(PROFILES["fast"])
     wanted = r"slurmdbd, sacctmgr, mariadbd not found \(profile site\).*mariadb-server-core slurm-client slurmdbd$"
     with pytest.raises(DevclusterError, match=wanted):
-        Cluster.up(name, nodes=1, profile="site")
+        Cluster.bring_up(name, nodes=1, profile="site")
     assert not ClusterFiles(name).directory.exists()
     # The server that Debian's mariadb-server would start on this machine is not asked for.
     assert "mariadb-server" not in ACCOUNTING_PROGRAMS.values()

@@ -43,8 +43,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_site_files_are_built_installed_and_used(name: str, source: Path) -> None:
-    with Cluster.up(name, nodes=2, controller=False) as cluster:
-        shown = cluster.status()
+    with Cluster.bring_up(name, nodes=2, controller=False) as cluster:
+        shown = cluster.read_status()
         assert (shown.plugin, shown.prolog, shown.epilog) == (True, True, True)
         assert "--toy=N" in cluster.run(["sbatch", "--help"], user="alice").stdout
         assert cluster.run(["srun", "-N2", "--toy=1", "true"], user="alice").returncode == 0
@@ -55,13 +55,13 @@ def test_site_files_are_built_installed_and_used(name: str, source: Path) -> Non
 def test_a_plugin_that_does_not_build_is_an_error(name: str, source: Path) -> None:
     (source / "slurm" / "toy.c").write_text("int x = ;\n")
     with pytest.raises(DevclusterError, match=r"plugin did not build: .*libslurm-dev"):
-        Cluster.up(name, nodes=1, controller=False)
+        Cluster.bring_up(name, nodes=1, controller=False)
     Trace.of(name).assert_gone()
 
 
 def test_the_product_s_own_site_files_load(name: str) -> None:
-    with Cluster.up(name, nodes=2, controller=False) as cluster:
-        shown = cluster.status()
+    with Cluster.bring_up(name, nodes=2, controller=False) as cluster:
+        shown = cluster.read_status()
         assert (shown.plugin, shown.prolog, shown.epilog) == (True, True, True)
         assert "--gemini-replicas" in cluster.run(["sbatch", "--help"], user="alice").stdout
         assert cluster.run(["srun", "-N2", "true"], user="alice").returncode == 0
@@ -79,31 +79,31 @@ def test_settings_from_the_command_line(name: str) -> None:
 def test_the_controller_service_starts_and_stops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a service of the standard library in its place: how it is run is tested here, not what it does."""
     monkeypatch.setattr(services, "CONTROLLER_MODULE", "http.server")
-    monkeypatch.setattr(services, "controller_exists", lambda: True)
-    with Cluster.up(name, nodes=1, site=False) as cluster:
-        pid = cluster.controller_pid()
+    monkeypatch.setattr(services, "has_controller", lambda: True)
+    with Cluster.bring_up(name, nodes=1, site=False) as cluster:
+        pid = cluster.find_controller_pid()
         assert pid is not None
         uid = pwd.getpwnam("slurm").pw_uid
         assert f"\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n" in Path(f"/proc/{pid}/status").read_text()
         assert cluster.run(["ps", "-o", "args=", "-u", "slurm"]).stdout.count("python -I -m http.server") == 1
         assert (cluster.log_directory / "controller.log").exists()
         # A cluster tool of a later day finds it too.
-        assert Cluster.attach(name).status().controller_pid == pid
-        assert cluster.controller_stop(signal.SIGKILL)
-        assert cluster.controller_pid() is None
-        assert not cluster.controller_stop()
-        assert cluster.controller_start() == cluster.controller_pid() != pid
+        assert Cluster.attach(name).read_status().controller_pid == pid
+        assert cluster.stop_controller(signal.SIGKILL)
+        assert cluster.find_controller_pid() is None
+        assert not cluster.stop_controller()
+        assert cluster.start_controller() == cluster.find_controller_pid() != pid
         with pytest.raises(DevclusterError, match="already runs"):
-            cluster.controller_start()
-        assert cluster.controller_stop()
-        cluster.controller_start()
+            cluster.start_controller()
+        assert cluster.stop_controller()
+        cluster.start_controller()
         trace = Trace.of(name)
     trace.assert_gone()
 
 
 def test_a_controller_service_that_fails_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "CONTROLLER_MODULE", "no_such_module")
-    monkeypatch.setattr(services, "controller_exists", lambda: True)
+    monkeypatch.setattr(services, "has_controller", lambda: True)
     with pytest.raises(DevclusterError, match="No module named no_such_module"):
-        Cluster.up(name, nodes=1, site=False)
+        Cluster.bring_up(name, nodes=1, site=False)
     Trace.of(name).assert_gone()

@@ -142,19 +142,19 @@ class Patient:
             yield path
 
     def submit(self, *args: str, nodes: int = 2, script: str = "#!/bin/sh\nsrun sleep 300\n") -> int:
-        return self.cluster.sbatch([f"-N{nodes}", "--gemini-replicas=2", *args], script=script)
+        return self.cluster.submit_job([f"-N{nodes}", "--gemini-replicas=2", *args], script=script)
 
     @contextmanager
     def job(self, *args: str, **kwargs: Any) -> Iterator[int]:
         """A protected job, running with its agents; gone at the end."""
         job = self.submit(*args, **kwargs)
         try:
-            until(lambda: self.cluster.job(job)["JobState"] == "RUNNING")
+            until(lambda: self.cluster.read_job(job)["JobState"] == "RUNNING")
             until(lambda: self.picture(job)["state"] != "unprotected" and not self.picture(job)["missing"])
             yield job
         finally:
             self.cluster.run(["scancel", str(job)])
-            until(lambda: self.cluster.job(job)["JobState"] == "CANCELLED")
+            until(lambda: self.cluster.read_job(job)["JobState"] == "CANCELLED")
             until(lambda: not self.cluster.run(["squeue", "-h", "-j", str(job)]).stdout.strip())
 
     def picture(self, job: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Patient:
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Patient]:
     # What is broken here is not a node: a busy machine's pause must not have Slurm set one DOWN.
-    with Cluster.up(f"doctor{os.getpid()}", nodes=3, slurm_conf=["SlurmdTimeout=300"]) as cluster:
+    with Cluster.bring_up(f"doctor{os.getpid()}", nodes=3, slurm_conf=["SlurmdTimeout=300"]) as cluster:
         yield Patient(cluster)
 
 

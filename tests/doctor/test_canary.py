@@ -244,9 +244,9 @@ esac
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Cluster]:
-    with Cluster.up(f"canary{os.getpid()}", nodes=4, slurm_conf=["SlurmdTimeout=300"]) as cluster:
+    with Cluster.bring_up(f"canary{os.getpid()}", nodes=4, slurm_conf=["SlurmdTimeout=300"]) as cluster:
         path = cluster.directory / "etc/gemini-hpc/canary"
-        from gemini_hpc.devcluster.requirements import program as find
+        from gemini_hpc.devcluster.requirements import find_program as find
 
         path.write_text(PROGRAM.replace("SLURMD", find("slurmd")))
         path.chmod(0o755)
@@ -275,7 +275,7 @@ def test_on_a_real_cluster(site: Cluster) -> None:
 def test_killed_on_a_real_cluster(site: Cluster) -> None:
     """The canary is killed while the node is away: the guard brings it back."""
     argv = ["gemini-hpc", "doctor", "--canary", "main", "--user", "alice", "--yes"]
-    process = site.popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = site.start_command(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     for line in process.stdout:
         if "set DOWN" in line:

@@ -111,9 +111,9 @@ def test_for_root_and_all_checks(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_a_real_cluster(patient: Patient, full: str, why: str) -> None:
     """All nodes answer but for one that is drained, and one whose CPUs or memory a job has: these are named."""
     assert patient.cluster.run(["scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=fan"]).returncode == 0
-    job = patient.cluster.sbatch(["-wn2", "-n1", full, "--output=/dev/null"], script="#!/bin/bash\nsleep 300\n")
+    job = patient.cluster.submit_job(["-wn2", "-n1", full, "--output=/dev/null"], script="#!/bin/bash\nsleep 300\n")
     try:
-        until(lambda: patient.cluster.job(job)["JobState"] == "RUNNING", 30, what="the job on n2")
+        until(lambda: patient.cluster.read_job(job)["JobState"] == "RUNNING", 30, what="the job on n2")
         done = patient.cluster.run(["gemini-hpc", "doctor", "--cluster", "--json"], timeout_s=150)
     finally:
         patient.cluster.run(["scancel", str(job)])

@@ -47,7 +47,7 @@ def test_cve_2016_10030_what_root_runs(patient: Patient) -> None:
 
 
 def test_cve_2016_10030_a_link_through_a_users_home(patient: Patient) -> None:
-    python, home = patient.venv / "bin/python3", patient.cluster.home("alice")
+    python, home = patient.venv / "bin/python3", patient.cluster.locate_home("alice")
     target = os.readlink(python)
     (home / "python3").symlink_to(target)
     python.unlink()

@@ -101,7 +101,7 @@ def test_ports_in_use(patient: Patient) -> None:
     ]
     for case in cases:
         port, user, status = case
-        process = patient.cluster.popen([PYTHON, "-c", LISTEN.format(port=port)], user=user, node="n2")
+        process = patient.cluster.start_command([PYTHON, "-c", LISTEN.format(port=port)], user=user, node="n2")
         try:
             assert process.stdout is not None and process.stdout.readline(), case
             report = patient.doctor(node="n2")
@@ -201,11 +201,11 @@ def test_unit(patient: Patient) -> None:
 
 
 def test_no_controller(patient: Patient) -> None:
-    patient.cluster.controller_stop()
+    patient.cluster.stop_controller()
     try:
         report, node = patient.doctor(), patient.doctor(node="n1")
     finally:
-        patient.cluster.controller_start()
+        patient.cluster.start_controller()
     assert report.news == {"controller.runs": "wrong", "network.controller": "wrong"} and report.code == 1
     assert node.news == {"network.controller": "wrong"}
     assert node["munge.clock"]["status"] == "skipped"
@@ -213,7 +213,7 @@ def test_no_controller(patient: Patient) -> None:
 
 
 def test_a_controller_that_hangs(patient: Patient) -> None:
-    pid = patient.cluster.controller_pid()
+    pid = patient.cluster.find_controller_pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -289,7 +289,7 @@ def test_the_way_in_which_slurm_is_asked(patient: Patient) -> None:
 def two_controllers() -> Iterator[Cluster]:
     name = f"doctor2-{os.getpid()}"
     extra = ["SlurmctldHost=n2(10.77.0.12)"]
-    with Cluster.up(name, nodes=2, slurm_conf=extra) as cluster:
+    with Cluster.bring_up(name, nodes=2, slurm_conf=extra) as cluster:
         yield cluster
 
 

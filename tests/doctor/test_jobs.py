@@ -27,11 +27,11 @@ def test_a_node_without_an_agent(patient: Patient) -> None:
             report = patient.doctor("--only", "jobs", "leftovers", **kwargs)
             assert report.news == {"jobs.agents": "wrong"} and report.code == 1
             assert f"job {job} of alice: no agent on n2" in report["jobs.agents"]["found"]
-        patient.cluster.controller_stop()
+        patient.cluster.stop_controller()
         try:
             report = patient.doctor("--only", "jobs")
         finally:
-            patient.cluster.controller_start()
+            patient.cluster.start_controller()
         assert f"job {job} of alice: no agent on n2" in report["jobs.agents"]["found"], "from the agents themselves"
         # Bob learns nothing of alice's jobs.
         report = patient.doctor("--only", "jobs", user="bob")
@@ -42,7 +42,7 @@ def test_a_node_without_an_agent(patient: Patient) -> None:
 
 def patient_age(patient: Patient, job: int) -> float:
     """Seconds since the job's start."""
-    start = patient.cluster.run(["date", "-d", patient.cluster.job(job)["StartTime"], "+%s"]).stdout
+    start = patient.cluster.run(["date", "-d", patient.cluster.read_job(job)["StartTime"], "+%s"]).stdout
     return time.time() - int(start)
 
 
@@ -50,7 +50,7 @@ def test_a_job_without_any_agent(patient: Patient) -> None:
     """The prolog fails everywhere: neither the controller nor any node knows of the job, slurmctld's records do."""
     with patient.conf("Prolog=/bin/true"):
         job = patient.submit()
-        until(lambda: patient.cluster.job(job)["JobState"] == "RUNNING")
+        until(lambda: patient.cluster.read_job(job)["JobState"] == "RUNNING")
         until(lambda: patient_age(patient, job) > 10.5)
         report = patient.doctor("--only", "jobs")
         patient.cluster.run(["scancel", str(job)])
@@ -80,7 +80,7 @@ def test_not_requeueable(patient: Patient) -> None:
         assert f"job {job} of alice: this job was submitted without --requeue" in report["jobs.requeue"]["found"]
     # One that has never run: only slurmctld knows that it asked for protection.
     waiting = patient.submit("--no-requeue", "--hold")
-    unprotected = patient.cluster.sbatch(["-N1", "--no-requeue", "--hold"], script="#!/bin/sh\ntrue\n")
+    unprotected = patient.cluster.submit_job(["-N1", "--no-requeue", "--hold"], script="#!/bin/sh\ntrue\n")
     report = patient.doctor()
     for job in (waiting, unprotected):
         patient.cluster.run(["scancel", str(job)])
@@ -141,9 +141,9 @@ def test_a_fenced_node(patient: Patient) -> None:
 
 def test_a_stale_pin(patient: Patient) -> None:
     with patient.job() as job:
-        nodes = patient.cluster.job(job)["NodeList"]
+        nodes = patient.cluster.read_job(job)["NodeList"]
         patient.cluster.run(["scontrol", "requeuehold", str(job)])
-        until(lambda: patient.cluster.job(job)["JobState"] == "PENDING")
+        until(lambda: patient.cluster.read_job(job)["JobState"] == "PENDING")
         assert patient.doctor().news == {}
         done = patient.cluster.run(["scontrol", "update", f"JobId={job}", f"ReqNodeList={nodes}"])
         assert done.returncode == 0, done.stderr

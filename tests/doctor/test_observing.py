@@ -21,14 +21,14 @@ def score(site: Patient) -> str:
 
 def test_a_power_cut() -> None:
     settings = {"mode": "observe"}
-    with Cluster.up(f"observing{os.getpid()}", nodes=3, settings=settings) as cluster:
+    with Cluster.bring_up(f"observing{os.getpid()}", nodes=3, settings=settings) as cluster:
         site = Patient(cluster)
         with site.job("--requeue") as job:
             victim = cluster.run(["squeue", "-h", "-j", str(job), "-o", "%N"]).stdout.strip()
             victim = cluster.run(["scontrol", "show", "hostnames", victim]).stdout.split()[-1]
-            cluster.power_off(victim)
+            cluster.cut_power(victim)
             until(lambda: "withheld" in [e["name"] for e in site.picture(job).get("events", [])], 60)
-            until(lambda: cluster.node_state(victim).lower().startswith("down"), 60)
+            until(lambda: cluster.read_node_state(victim).lower().startswith("down"), 60)
             until(lambda: "confirmed 1 and refuted 0" in score(site), 60)
             reason = cluster.run(["sinfo", "-h", "-n", victim, "-o", "%E"]).stdout
             assert "gemini" not in reason, "Slurm's own reason"

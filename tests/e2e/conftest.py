@@ -27,7 +27,7 @@ def cluster(shared: Shared, request: pytest.FixtureRequest) -> Iterator[Cluster]
 @pytest.fixture
 def tier(cluster: Cluster) -> Path:
     """A directory for one test: agents may write there until the cluster has been tidied."""
-    path = cluster.home("alice") / f"tier-{time.time_ns()}"
+    path = cluster.locate_home("alice") / f"tier-{time.time_ns()}"
     path.mkdir(0o700)
     shutil.chown(path, 5001)
     return path
@@ -43,7 +43,7 @@ def train(cluster: Cluster) -> Callable[..., Training]:
         iteration_s: float = 0.15,
     ) -> Training:
         """around: a program of this directory that takes train_gpt.py's place, and runs it as usual.py."""
-        directory = cluster.home("alice") / f"{label}-{time.time_ns()}"
+        directory = cluster.locate_home("alice") / f"{label}-{time.time_ns()}"
         shutil.copytree(EXAMPLES, directory, ignore=shutil.ignore_patterns("__pycache__"))
         if around:
             (directory / "train_gpt.py").rename(directory / "usual.py")
@@ -54,7 +54,9 @@ def train(cluster: Cluster) -> Callable[..., Training]:
         how = [f"--parallel={parallel}", f"--iteration-s={iteration_s}"]
         arguments = [*SMALL, *how, f"--log={directory}/loss.jsonl"]
         fixed = ["--requeue", "-N3", f"--chdir={directory}", f"--output={directory}/out"]
-        return Training(cluster, cluster.sbatch([*fixed, *options, str(directory / "job.sh"), *arguments]), directory)
+        return Training(
+            cluster, cluster.submit_job([*fixed, *options, str(directory / "job.sh"), *arguments]), directory
+        )
 
     return submit
 

@@ -40,14 +40,16 @@ class Heat:
         cls, cluster: Cluster, how: str, *options: str, n: int, steps: int, step_s: float, program: Sequence[str] = ()
     ) -> Heat:
         library, launch = LAUNCHERS[how]
-        directory = cluster.home("alice") / f"heat-{time.time_ns()}"
+        directory = cluster.locate_home("alice") / f"heat-{time.time_ns()}"
         shutil.copytree(EXAMPLES, directory, ignore=shutil.ignore_patterns("__pycache__"))
         for path in [directory, *directory.iterdir()]:
             path.chmod(0o755)
         shutil.chown(directory, 5001)
         arguments = ["--every", "1", "--n", str(n), "--steps", str(steps), "--step-s", str(step_s), *program]
         argv = ["--gemini-replicas=2", f"--chdir={directory}", *options, str(directory / "heat_mpi.sh"), *arguments]
-        return cls(cluster, cluster.sbatch(argv, env={"MPI4PY_LIBMPI": str(library), "LAUNCH": launch}), directory)
+        return cls(
+            cluster, cluster.submit_job(argv, env={"MPI4PY_LIBMPI": str(library), "LAUNCH": launch}), directory
+        )
 
     def lines(self, what: str = "") -> list[dict[str, Any]]:
         """Of the program's log; with `what`, those that tell it."""
@@ -62,7 +64,7 @@ class Heat:
         return self.cluster.run(["scontrol", "show", "hostnames", self.slurm()["NodeList"]]).stdout.split()
 
     def slurm(self) -> dict[str, str]:
-        return self.cluster.job(self.id)
+        return self.cluster.read_job(self.id)
 
     def said(self) -> str:
         return "".join(path.read_text() for path in self.directory.glob("*.out"))

@@ -21,7 +21,7 @@ MOST_S = 2.0  # 1.5 s, a step, and what a busy machine adds
 
 
 def test_a_cut_link_is_not_waited_for(train: Callable[..., Training], cluster: Cluster) -> None:
-    directory = cluster.home("alice") / f"alone-{time.time_ns()}"
+    directory = cluster.locate_home("alice") / f"alone-{time.time_ns()}"
     directory.mkdir()
     shutil.copy(ALONE, directory / "alone.py")
     script = directory / "job.sh"
@@ -32,7 +32,7 @@ def test_a_cut_link_is_not_waited_for(train: Callable[..., Training], cluster: C
     options = ["--requeue", "--open-mode=append", "-N3", "--ntasks-per-node=1", "--gemini-replicas=2"]
     job = Training(
         cluster,
-        cluster.sbatch([*options, f"--chdir={directory}", f"--output={directory}/out", str(script)]),
+        cluster.submit_job([*options, f"--chdir={directory}", f"--output={directory}/out", str(script)]),
         directory,
     )
     job.reach(60)
@@ -48,4 +48,4 @@ def test_a_cut_link_is_not_waited_for(train: Callable[..., Training], cluster: C
     for rank in {0, 2} - {line["rank"] for line in after}:
         assert f"rank {rank}: 1 of the job's nodes is dead" in job.output(), job.output()
     assert all(line["seconds"] < MOST_S for line in after), after
-    assert job.cluster.job(job.id)["Restarts"] == "1" and "resumed at version" in job.output(), job.output()
+    assert job.cluster.read_job(job.id)["Restarts"] == "1" and "resumed at version" in job.output(), job.output()

@@ -36,7 +36,7 @@ TORCHRUN = f"""bash -c 'exec {BIN}/torchrun --nnodes=$GEMINI_NODES --nproc-per-n
 
 def submit(cluster: Cluster, label: str, nodes: int, command: str, *files: Path) -> Training:
     """Submit a protected job of alice's in a directory with these files."""
-    directory = cluster.home("alice") / f"{label}-{time.time_ns()}"
+    directory = cluster.locate_home("alice") / f"{label}-{time.time_ns()}"
     directory.mkdir(0o755)
     for file in files:
         shutil.copy(file, directory)
@@ -45,7 +45,7 @@ def submit(cluster: Cluster, label: str, nodes: int, command: str, *files: Path)
         path.chmod(0o755)
     shutil.chown(directory, 5001)
     how = [f"-N{nodes}", f"--chdir={directory}", f"--output={directory}/out", "--gemini-replicas=2"]
-    return Training(cluster, cluster.sbatch([*how, str(directory / "job.sh")]), directory)
+    return Training(cluster, cluster.submit_job([*how, str(directory / "job.sh")]), directory)
 
 
 def kill(job: Training, what: str) -> None:
@@ -62,11 +62,11 @@ def test_torchrun_below_srun(cluster: Cluster, reference: Callable[..., Run]) ->
     kill(job, "[-]u train_gpt[.]py")
     job.wait("the next step", lambda: "resumed at version" in job.output(), 90)
     job.reach(CUT_AT)
-    cluster.power_off(job.hosts()[1])
+    cluster.cut_power(job.hosts()[1])
     job.finish()
     job.assert_same_as(wanted)
     assert job.repeated() <= 2 and job.output().count("resumed at version") == 2, job.output()
-    assert cluster.job(job.id)["Restarts"] == "1" and "not protected" not in job.output(), job.output()
+    assert cluster.read_job(job.id)["Restarts"] == "1" and "not protected" not in job.output(), job.output()
 
 
 @pytest.mark.parametrize("stack", ["huggingface", "lightning"])
@@ -91,9 +91,9 @@ def test_another_stack(cluster: Cluster, tmp_path: Path, stack: str) -> None:
     kill(job, "door[.]py")
     job.wait("the next step", lambda: "resumed at version" in job.output(), 120)
     reach(CUT_AT)
-    cluster.power_off(job.hosts()[1])
+    cluster.cut_power(job.hosts()[1])
     job.finish(200)
-    assert job.output().count("resumed at version") == 2 and cluster.job(job.id)["Restarts"] == "1", job.output()
+    assert job.output().count("resumed at version") == 2 and cluster.read_job(job.id)["Restarts"] == "1", job.output()
     assert not any(word in job.output() for word in ("not passed", "not captured", "not protected")), job.output()
     for rank, before in enumerate(wanted):
         after = json.loads((job.directory / f"told.{rank}").read_text().splitlines()[-1])

@@ -37,7 +37,7 @@ def test_a_node_is_cut(cluster: Cluster, how: str) -> None:
     job = Heat.submit(cluster, how, n=N, steps=STEPS, step_s=0.1)
     job.reach(15)
     host = job.hosts()[1]
-    cluster.power_off(host)
+    cluster.cut_power(host)
     assert job.finish() == wanted(STEPS)
     assert "from memory" in job.said(), job.said()
     steps = [line["step"] for line in job.lines("step")]
@@ -57,7 +57,7 @@ def test_a_program_chooses_its_tier_and_fewer_nodes_are_left(cluster: Cluster, t
     hosts = job.hosts()
     spared = [node for node in cluster.node_names if node not in hosts][:2]
     for node in set(cluster.node_names) - set(spared):
-        cluster.power_off(node)
+        cluster.cut_power(node)
     # Nobody is left to tell: Slurm finds out by itself.
     until(lambda: job.slurm()["JobState"] == "PENDING", 90, what="the requeue")
     cluster.run(["scontrol", "update", f"JobId={job.id}", "NumNodes=2", "NumTasks=2"])

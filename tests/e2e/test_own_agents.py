@@ -32,7 +32,7 @@ GRACE = "KillWait=30"
 def cluster() -> Iterator[Cluster]:
     """A cluster without plugin, prolog, epilog and controller. Someone has left a settings file half-written."""
     name = f"own{os.getpid()}"
-    with Cluster.up(name, nodes=4, site=False, controller=False, slurm_conf=[GRACE]) as started:
+    with Cluster.bring_up(name, nodes=4, site=False, controller=False, slurm_conf=[GRACE]) as started:
         (ClusterFiles(name).settings / "gemini.toml").write_text('controller_host = "somewhere\n')
         yield started
 
@@ -42,7 +42,7 @@ def train(cluster: Cluster) -> Iterator[Train]:
     """Submit train_gpt.py with own agents. Afterwards nothing of any job is left."""
 
     def submit(*options: str, run: str = "", python: str = "python", tier: str = "") -> Training:
-        directory = cluster.home("alice") / f"own-{time.time_ns()}"
+        directory = cluster.locate_home("alice") / f"own-{time.time_ns()}"
         shutil.copytree(EXAMPLES, directory, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(Path(__file__).with_name("own_tier.py"), directory)
         words = [*SMALL, "--iteration-s=0.15", f"--log={directory}/loss.jsonl"]
@@ -55,14 +55,14 @@ def train(cluster: Cluster) -> Iterator[Train]:
         shutil.chown(directory, 5001)
         fixed = ["--requeue", "-N3", "--ntasks-per-node=1", "--open-mode=append", "--mem=600"]
         fixed += [f"--chdir={directory}", f"--output={directory}/out"]
-        return Training(cluster, cluster.sbatch([*fixed, *options, str(directory / "own.sh")]), directory)
+        return Training(cluster, cluster.submit_job([*fixed, *options, str(directory / "own.sh")]), directory)
 
     yield submit
     cluster.restore()
     left = ["sh", "-c", "pgrep -u alice -af gemini_hpc; ls -d /tmp/gemini* /dev/shm/* 2>/dev/null"]
     for node in cluster.node_names:
         until(lambda node=node: not cluster.exec(node, left).stdout, 20, what=f"nothing left on {node}")
-    assert not list((cluster.home("alice") / ".gemini-hpc" / "jobs").iterdir())
+    assert not list((cluster.locate_home("alice") / ".gemini-hpc" / "jobs").iterdir())
 
 
 def inspect(job: Training, user: str) -> str:
@@ -78,7 +78,7 @@ def test_a_rank_is_killed(train: Train, reference: Reference) -> None:
     shown = inspect(job, "alice")
     assert f"job {job.id}: protected" in shown and "may be lost: any 1 node" in shown, shown
     assert "protected" not in inspect(job, "bob")
-    key = next((job.cluster.home("alice") / ".gemini-hpc" / "jobs").iterdir())
+    key = next((job.cluster.locate_home("alice") / ".gemini-hpc" / "jobs").iterdir())
     assert key.stat().st_mode & 0o777 == 0o600 and key.stat().st_uid == 5001
     killed = job.cluster.exec(job.hosts()[1], ["pkill", "-9", "-f", "train_gpt.py"])
     assert killed.returncode == 0, killed.stderr
@@ -93,10 +93,10 @@ def test_a_node_is_lost_and_a_spare_takes_its_place(train: Train, reference: Ref
     wanted = reference()
     job = train("-N4", "--no-kill", run="--spares 1", python="python -m gemini_hpc.launch")
     job.reach(CUT_AT)
-    job.cluster.power_off(job.hosts()[1])
+    job.cluster.cut_power(job.hosts()[1])
     job.finish()
     job.assert_same_as(wanted)
-    assert job.cluster.job(job.id)["Restarts"] == "0" and job.repeated() <= LOST_STEPS, job.output()
+    assert job.cluster.read_job(job.id)["Restarts"] == "0" and job.repeated() <= LOST_STEPS, job.output()
 
 
 def test_the_owner_requeues_the_job(train: Train, reference: Reference, cluster: Cluster, tier: Path) -> None:
@@ -117,8 +117,8 @@ def test_a_node_is_lost_without_a_spare(train: Train, reference: Reference, clus
     wanted = reference()
     job = train("--no-kill", tier=str(tier))
     job.reach(CUT_AT)
-    cluster.power_off(job.hosts()[1])
-    until(lambda: cluster.job(job.id).get("Restarts") == "1", 90, what=f"requeued\n{job.output()}")
+    cluster.cut_power(job.hosts()[1])
+    until(lambda: cluster.read_job(job.id).get("Restarts") == "1", 90, what=f"requeued\n{job.output()}")
     until(lambda: job.state == "PENDING", 60, what="the job waits")
     assert saved(tier, job)
     cluster.run(["scontrol", "update", f"jobid={job.id}", "StartTime=now"])

@@ -28,7 +28,7 @@ exec gemini-hpc run -- srun env -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE 
 
 def test_ranks_move_and_protection_goes_on(cluster: Cluster, train: Callable[..., Training]) -> None:
     """The batch host is cut, so every rank moves; then a second node is cut, which only a new seal can survive."""
-    directory = cluster.home("alice") / f"procid-{time.time_ns()}"
+    directory = cluster.locate_home("alice") / f"procid-{time.time_ns()}"
     shutil.copytree(EXAMPLES, directory, ignore=shutil.ignore_patterns("__pycache__"))
     arguments = f"--steps 40 --layers 2 --dim 96 --iteration-s 0.15 --log {directory}/loss.jsonl"
     (directory / "job.sh").write_text(SCRIPT.replace("DIR", str(directory)).replace("ARGS", arguments))
@@ -36,9 +36,9 @@ def test_ranks_move_and_protection_goes_on(cluster: Cluster, train: Callable[...
         path.chmod(0o755)
     shutil.chown(directory, 5001)
     fixed = [f"--chdir={directory}", f"--output={directory}/out", "--gemini-replicas=2", str(directory / "job.sh")]
-    job = Training(cluster, cluster.sbatch(fixed), directory)
+    job = Training(cluster, cluster.submit_job(fixed), directory)
     job.reach(10)
-    cluster.power_off(job.hosts()[0])
+    cluster.cut_power(job.hosts()[0])
     job.wait("recovery", lambda: any(line["restart"] == 1 for line in job.steps()), 60)
     resumed = min(line["step"] for line in job.steps() if line["restart"] == 1)
     job.reach(resumed + 8)
@@ -49,7 +49,7 @@ def test_ranks_move_and_protection_goes_on(cluster: Cluster, train: Callable[...
         return bool(only["state"] == "protected" and only["sealed"][0] == shown["epoch"])
 
     until(sealed_anew, 20, what="a seal of the new epoch")
-    cluster.power_off(job.hosts()[1])
+    cluster.cut_power(job.hosts()[1])
     job.finish()
     assert job.repeated() <= 2 and job.output().count("resumed at version") == 2, job.output()
     assert set(job.losses()) == set(range(1, 41))

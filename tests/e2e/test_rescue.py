@@ -28,7 +28,7 @@ def test_a_whole_group_is_cut(train: Train, reference: Reference) -> None:
     # The line is written before step(), and seen late on a busy machine.
     time.sleep(max(0.0, job.steps()[-1]["time"] + 0.4 * ITERATION_S - time.time()))
     for node in lost:
-        job.cluster.power_off(node)
+        job.cluster.cut_power(node)
     job.finish()
     job.assert_same_as(wanted)
     done = job.cluster.run(["gemini-hpc", "inspect", str(job.id), "--json"], user="alice").stdout

@@ -54,7 +54,7 @@ def lost(cluster: Cluster, tier: Path, which: int) -> tuple[Heat, list[str]]:
     cluster.run(["scontrol", "update", "NodeName=n4", "State=DRAIN", "Reason=fan"])
     hosts = job.hosts()
     assert not saved(tier, job)
-    cluster.power_off(hosts[which])
+    cluster.cut_power(hosts[which])
     return job, [host for host in hosts if host != hosts[which]]
 
 
@@ -142,7 +142,7 @@ def test_a_job_whose_memory_is_wanted_by_others(cluster: Cluster, tier: Path) ->
         time.sleep(1)
         assert not saved(tier, job) and set(agents(job)) == set(left)
         down_to = floor - BELOW_MIB * MIB // 2
-        with cluster.popen(["python3", "-c", HOG, str(down_to), str(MOST_MIB)], "bob") as process:
+        with cluster.start_command(["python3", "-c", HOG, str(down_to), str(MOST_MIB)], "bob") as process:
             newest(tier, job, 30)
             until(lambda: not agents(job), 20, what="memory freed")
             process.kill()

@@ -43,7 +43,7 @@ def test_a_node_is_lost_in_the_second_of_five_trainings(
     """The first step has its end, with its weights; the second one goes on; in the end the copies of one
     training are left."""
     first, second = reference(seed=1), reference(seed=2)
-    directory = cluster.home("alice") / f"seeds-{time.time_ns()}"
+    directory = cluster.locate_home("alice") / f"seeds-{time.time_ns()}"
     shutil.copytree(EXAMPLES, directory, ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "job.sh").write_text(SCRIPT.replace("ARGUMENTS", " ".join(SMALL)))
     logs = [Run(directory / str(seed)) for seed in range(1, SEEDS + 1)]
@@ -55,7 +55,7 @@ def test_a_node_is_lost_in_the_second_of_five_trainings(
     options = ["-N3", "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--gemini-replicas=2"]
     options += [f"--gemini-tier={tier}", "--gemini-tier-interval=3600"]
     where = [f"--chdir={directory}", f"--output={directory}/out", str(directory / "job.sh")]
-    job = Training(cluster, cluster.sbatch([*options, *where]), directory)
+    job = Training(cluster, cluster.submit_job([*options, *where]), directory)
 
     def reached(log: Run, step: int) -> bool:
         return any(line["step"] >= step for line in log.steps())
@@ -63,7 +63,7 @@ def test_a_node_is_lost_in_the_second_of_five_trainings(
     job.wait("second training", lambda: reached(logs[1], CUT_AT), 120)
     until(lambda: held(job) == ["default+2.1"], 20, what="the first training's copies have gone")
     assert not reached(logs[1], STEPS), "it is in the middle of its second training"
-    cluster.power_off(job.hosts()[1])
+    cluster.cut_power(job.hosts()[1])
     job.wait("last training", lambda: any("final" in line for line in logs[-1].lines()), 240)
 
     finals = [line for line in logs[0].lines() if "final" in line]

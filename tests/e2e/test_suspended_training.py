@@ -30,7 +30,7 @@ def test_a_rank_maps_only_what_it_fills(train: Train) -> None:
     """Also after a recovery in which it has read every shard of the job."""
     job = train("mapped", "--gemini-replicas=2")
     job.reach(10)
-    job.cluster.power_off(job.hosts()[1])
+    job.cluster.cut_power(job.hosts()[1])
     job.wait("recovery", lambda: any(line["restart"] == 1 for line in job.steps()), 90)
     job.reach(max(line["step"] for line in job.steps()) + 4)
     found = {node: mapped(job.cluster, node) for node in job.hosts()}

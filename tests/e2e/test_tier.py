@@ -104,7 +104,7 @@ def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
     for count in range(1, 7):
         if count == 5:
             host = job.hosts()[1]
-            cluster.power_off(host)
+            cluster.cut_power(host)
             until(lambda: job.lines("start")[-1]["start"] > 0, 60, what="the job is back")
         job.reach(made[-1].version + 2 if made else 4)
         if count == 3:
@@ -125,7 +125,7 @@ def test_a_planted_directory_is_passed_over(cluster: Cluster, tier: Path) -> Non
     team = cluster.directory / "home" / tier.name
     team.mkdir()
     team.chmod(0o1777)
-    number = cluster.sbatch(["-N1", "--wrap=true"]) + 1
+    number = cluster.submit_job(["-N1", "--wrap=true"]) + 1
     planted = team / f"gemini-{number}"
     assert cluster.run(["mkdir", "-m", "755", str(planted), f"{planted}/default"], user="bob").returncode == 0
     job = Heat.submit(
@@ -139,11 +139,11 @@ def test_a_planted_directory_is_passed_over(cluster: Cluster, tier: Path) -> Non
     assert own.stat().st_uid == 5001 and list(planted.iterdir()) == [planted / "default"]
     assert f"{planted} is another job's" in inspect(job, "--json")
     for host in job.hosts():
-        cluster.power_off(host)
-    cluster.controller_stop()
+        cluster.cut_power(host)
+    cluster.stop_controller()
     for path in (cluster.directory / "controller").iterdir():  # all that it knew of the job
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    cluster.controller_start()
+    cluster.start_controller()
     cluster.run(["scontrol", "requeue", str(job.id)])
     cluster.restore(0)
     until(lambda: len(job.lines("start")) == 2, 90, what="the job is back")
@@ -157,7 +157,7 @@ def test_the_tier_is_away_when_it_is_wanted(cluster: Cluster, tier: Path) -> Non
     job = Heat.submit(cluster, "pmi2", *options, n=60, steps=100000, step_s=0.1)
     until(lambda: saved(tier, job), 60, what="a version on the tier")
     for host in job.hosts():
-        cluster.power_off(host)
+        cluster.cut_power(host)
     tier.rename(away)
     newest = saved(away, job)[0]
     cluster.run(["scontrol", "requeue", str(job.id)])
@@ -174,7 +174,7 @@ def test_the_tier_is_away_when_it_is_wanted(cluster: Cluster, tier: Path) -> Non
 
 def test_a_tier_that_is_not_there(cluster: Cluster) -> None:
     """Its user hears of it when the job begins; it is as protected as without."""
-    tier = cluster.home("alice") / "not-there"
+    tier = cluster.locate_home("alice") / "not-there"
     job = Heat.submit(cluster, "pmi2", f"--gemini-tier={tier}", n=60, steps=30, step_s=0.1)
     job.finish()
     reason = f"gemini-hpc: cannot read the tier: {tier}: the directory is not there"
@@ -183,7 +183,7 @@ def test_a_tier_that_is_not_there(cluster: Cluster) -> None:
 
 def test_the_site_has_a_tier_for_all(cluster: Cluster, configure: Callable[[str], Any]) -> None:
     """Its user says nothing of one, and has no directory there yet."""
-    above = cluster.home("alice") / "site"
+    above = cluster.locate_home("alice") / "site"
     above.mkdir()
     above.chmod(0o777)
     configure(f'tier = "{above}/{{user}}"\ntier_interval_s = 1.0')

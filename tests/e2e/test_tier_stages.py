@@ -177,7 +177,7 @@ def strike(job: Heat, victim: str, hosts: list[str]) -> Callable[[], None]:
         return lambda: None
     going = cluster.node_names if victim == "every node" else [host]
     for node in going:
-        cluster.power_off(node)
+        cluster.cut_power(node)
     if victim == "every node":
         cluster.restore(0)
         return lambda: None
@@ -222,7 +222,7 @@ def test_the_newest_version_is_damaged(drained: Drained) -> None:
     job, cluster = drained.job, drained.job.cluster
     until(lambda: len(list(version.list_whole(str(drained.directory)))) == 2, 30, what="two versions on the tier")
     for node in cluster.node_names:
-        cluster.power_off(node)
+        cluster.cut_power(node)
     newest, older = (Stamp(*manifest.stamp) for manifest in version.list_whole(str(drained.directory)))
     bend(drained.directory / version.format_name(newest) / "node-0001.h5")
     cluster.run(["scontrol", "requeue", str(job.id)])

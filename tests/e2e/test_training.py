@@ -37,7 +37,7 @@ def test_node_cut(train: Train, reference: Reference) -> None:
     wanted = reference()
     job = train("cut", "--gemini-replicas=2")
     job.reach(CUT_AT)
-    job.cluster.power_off(job.hosts()[1])
+    job.cluster.cut_power(job.hosts()[1])
     job.finish()
     job.assert_same_as(wanted)
     assert job.repeated() <= 1 and "resumed at version" in job.output(), job.output()
@@ -50,7 +50,7 @@ def test_all_nodes_cut(train: Train, reference: Reference, tier: Path) -> None:
     job.reach(8)
     until(lambda: saved(tier, job) and saved(tier, job)[0].version >= 8, 60, what="a version on the tier")
     for host in job.hosts()[1:]:
-        job.cluster.power_off(host)
+        job.cluster.cut_power(host)
     job.finish()
     job.assert_same_as(wanted)
     assert "from the tier" in job.output(), job.output()
@@ -73,7 +73,7 @@ def test_node_cut_where_agents_bring_the_copies(train: Train, reference: Referen
     # the waits for the dead agent have made versions rarer for a while: the ceiling holds in failures, too
     shown = job.cluster.run(["gemini-hpc", "inspect", str(job.id), "--json"], user="alice").stdout
     promised = max(rank["repeated"] for training in json.loads(shown)["trainings"] for rank in training["traffic"])
-    job.cluster.power_off(job.hosts()[1])
+    job.cluster.cut_power(job.hosts()[1])
     job.finish()
     job.assert_same_as(wanted)
     (resumed,) = map(int, re.findall(r"resumed at version (\d+) from memory", job.output()))
@@ -86,11 +86,11 @@ def test_a_cut_before_a_step_that_needs_nobody(train: Train, reference: Referenc
     wanted = reference()
     job = train("brink", "--gemini-replicas=2", around="brink.py")
     job.wait("the brink", (job.directory / "brink").exists, 90)
-    slurmctld = job.cluster.controller_pid()
+    slurmctld = job.cluster.find_controller_pid()
     assert slurmctld is not None
     os.kill(slurmctld, signal.SIGSTOP)  # Slurm takes its time, as a large one does
     try:
-        job.cluster.power_off(job.hosts()[1])
+        job.cluster.cut_power(job.hosts()[1])
         (job.directory / "go").touch()
         time.sleep(6)
     finally:
@@ -106,10 +106,10 @@ def test_cut_with_reset_survivors_raise_first(train: Train, reference: Reference
     wanted = reference()
     job = train("reset", "--gemini-replicas=2")
     job.reach(CUT_AT)
-    job.cluster.power_off(job.hosts()[2], reset=True)
+    job.cluster.cut_power(job.hosts()[2], reset=True)
     job.finish()
     job.assert_same_as(wanted)
-    assert job.repeated() <= 1 and job.cluster.job(job.id)["Restarts"] == "1", job.output()
+    assert job.repeated() <= 1 and job.cluster.read_job(job.id)["Restarts"] == "1", job.output()
 
 
 def test_trainer_killed(train: Train, reference: Reference) -> None:
@@ -119,4 +119,4 @@ def test_trainer_killed(train: Train, reference: Reference) -> None:
     job.cluster.exec(job.hosts()[1], ["pkill", "-KILL", "-f", "train_gpt[.]py"])
     job.finish()
     job.assert_same_as(wanted)
-    assert job.repeated() <= 1 and job.cluster.job(job.id)["Restarts"] == "0", job.output()
+    assert job.repeated() <= 1 and job.cluster.read_job(job.id)["Restarts"] == "0", job.output()

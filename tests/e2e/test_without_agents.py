@@ -27,7 +27,7 @@ def write(cluster: Cluster, name: str, *, call: bool) -> Path:
     """Write the README's script, with fewer steps; call: with its `set_ranks`."""
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (line,) = [line for line in block.splitlines(keepends=True) if line.startswith(CALL)]
-    path = cluster.home("alice") / name
+    path = cluster.locate_home("alice") / name
     assert block.count(STEPS) == 1, block
     path.write_text(block.replace(line, line if call else "").replace(STEPS, "4)") + ENDS)
     path.chmod(0o644)
@@ -36,10 +36,10 @@ def write(cluster: Cluster, name: str, *, call: bool) -> Path:
 
 def output(cluster: Cluster, name: str, options: list[str], script: str, *, hold: bool = False) -> str:
     """Submit a job of two nodes, and return what it has printed in the end."""
-    out = cluster.home("alice") / name
+    out = cluster.locate_home("alice") / name
     out.unlink(missing_ok=True)
     fixed = ["-N2", "-wn1,n2", "--ntasks-per-node=1", f"--output={out}", *options]
-    job = cluster.sbatch([*fixed, *(["--hold"] if hold else [])], script=f"#!/bin/bash\n{script}\necho over\n")
+    job = cluster.submit_job([*fixed, *(["--hold"] if hold else [])], script=f"#!/bin/bash\n{script}\necho over\n")
     if hold:
         take_plugin_away(cluster)
         cluster.run(["scontrol", "release", str(job)])

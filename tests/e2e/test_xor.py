@@ -23,7 +23,7 @@ def test_a_node_of_three_is_cut(train: Train, reference: Reference) -> None:
     wanted = reference()
     job = train("xor", "--gemini-redundancy=xor:3")
     job.reach(CUT_AT)
-    job.cluster.power_off(job.hosts()[2])
+    job.cluster.cut_power(job.hosts()[2])
     job.finish()
     job.assert_same_as(wanted)
     assert job.repeated() <= 1 and "resumed at version 1" in job.output(), job.output()
@@ -48,7 +48,7 @@ def test_two_nodes_of_a_group_are_cut_with_two_blocks(train: Train, reference: R
     assert (found["redundancy"], found["replicas"], found["parity"]) == ("rs", 4, 2)
     hosts = job.hosts()
     for host in (hosts[1], hosts[2]):
-        job.cluster.power_off(host)
+        job.cluster.cut_power(host)
     job.finish()
     job.assert_same_as(reference("fsdp2", 4))
     assert job.repeated() <= 1 and "resumed at version" in job.output(), job.output()
@@ -66,7 +66,7 @@ def test_two_nodes_of_a_group_are_cut(train: Train, reference: Reference, tier: 
     fatal = found["trainings"][0]["survival"]["fatal"]
     assert sorted(hosts[:2]) in fatal, fatal
     for host in hosts[1:]:
-        job.cluster.power_off(host)
+        job.cluster.cut_power(host)
     job.finish()
     job.assert_same_as(wanted)
     assert "from the tier" in job.output(), job.output()

@@ -53,10 +53,10 @@ class Training(Run):
 
     @property
     def state(self) -> str:
-        return self.cluster.job(self.id).get("JobState", "gone")
+        return self.cluster.read_job(self.id).get("JobState", "gone")
 
     def hosts(self) -> list[str]:
-        text = self.cluster.job(self.id)["NodeList"]
+        text = self.cluster.read_job(self.id)["NodeList"]
         return self.cluster.run(["scontrol", "show", "hostnames", text]).stdout.split()
 
     def output(self) -> str:

@@ -58,7 +58,7 @@ class Site:
         """A peer's call of the first agent, as it should be."""
         first, second = self.nodes
         return {
-            "host": self.cluster.address(first),
+            "host": self.cluster.find_address(first),
             "port": self.port,
             "cluster": self.cluster.name,
             "job": self.job.id,
@@ -74,7 +74,7 @@ class Site:
         import pwd
 
         return self.call() | {
-            "host": self.cluster.address("ctl"),
+            "host": self.cluster.find_address("ctl"),
             "port": 7321,
             "target": "ctl",
             "purpose": "query",
@@ -139,18 +139,18 @@ class Sites:
         }
         # A busy machine's pause must not have Slurm set a node DOWN.
         patient = ["SlurmdTimeout=300"]
-        cluster = Cluster.up(f"hostile{os.getpid()}", nodes=4, settings=settings, slurm_conf=patient)
+        cluster = Cluster.bring_up(f"hostile{os.getpid()}", nodes=4, settings=settings, slurm_conf=patient)
         try:
             with (cluster.directory / "etc" / "group").open("a") as f:
                 f.write("ops:x:6001:daemon\n")
             return Site(cluster)
         except BaseException:
-            cluster.down()
+            cluster.tear_down()
             raise
 
     def replace(self) -> None:
         """Replace the cluster at once, whatever its state: the next leak checks look for one of that name."""
-        self.now.cluster.down()
+        self.now.cluster.tear_down()
         self.now = self._up()
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ def sites() -> Iterator[Sites]:
         yield found
         found.end()
     finally:
-        found.now.cluster.down()
+        found.now.cluster.tear_down()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,14 +25,14 @@ def as_agent(site: Site) -> dict[str, Any]:
 
 
 def controller_rss(site: Site) -> int:
-    pid = site.cluster.controller_pid()
+    pid = site.cluster.find_controller_pid()
     text = Path(f"/proc/{pid}/status").read_text()
     return int(next(line for line in text.splitlines() if line.startswith("VmRSS")).split()[1]) * 1024
 
 
 def untouched(site: Site) -> bool:
     """No node and no reservation has been touched."""
-    states = " ".join(site.cluster.node_states().values()).lower()
+    states = " ".join(site.cluster.read_node_states().values()).lower()
     shown = site.cluster.run(["scontrol", "show", "reservation", "-o"]).stdout
     return not any(word in states for word in ("drain", "down")) and "ReservationName" not in shown
 
@@ -59,7 +59,7 @@ def test_forged_agents_are_not_registered(site: Site) -> None:
 
 def test_agents_of_a_job_without_nodes_must_call_from_theirs(site: Site) -> None:
     """Slurm has never said where a pending job runs: no name may be made up."""
-    job = site.cluster.sbatch(["-N4", "--hold"], script="#!/bin/sh\n")
+    job = site.cluster.submit_job(["-N4", "--hold"], script="#!/bin/sh\n")
     node = site.nodes[0]
     call = as_agent(site) | {"job": job}
     try:
@@ -77,7 +77,7 @@ def test_agents_of_a_job_without_nodes_must_call_from_theirs(site: Site) -> None
 def test_reports_about_what_is_not_the_jobs(site: Site) -> None:
     """A dead node of nobody's, living ones of the job, itself, names that are none: nothing follows."""
     free = [n for n in site.cluster.node_names if n not in site.nodes]
-    site.cluster.power_off(free[0])
+    site.cluster.cut_power(free[0])
     try:
         accused = [*free, site.nodes[1], "n99", "", "ctl", "x" * 5000, "n1\n event=down"]
         for restart in (0, 1, 7, 4_000_000_000):
@@ -88,11 +88,11 @@ def test_reports_about_what_is_not_the_jobs(site: Site) -> None:
         events = [e for e in site.job.events() if e["name"] in ("confirmed", "down", "reserved", "sent_back")]
         assert not events and site.job.slurm()["Restarts"] == "0"
         assert free[0] not in [e["host"] for e in site.job.events()]
-        assert "drain" not in site.cluster.node_state(free[0]).lower()
+        assert "drain" not in site.cluster.read_node_state(free[0]).lower()
         assert "not plausible" in site.controller_log()
     finally:
-        site.cluster.power_on(free[0])
-        if "down" in site.cluster.node_state(free[0]).lower():
+        site.cluster.restore_power(free[0])
+        if "down" in site.cluster.read_node_state(free[0]).lower():
             site.cluster.resume(free[0])
         site.cluster.wait_idle([free[0]])
     assert untouched(site)
@@ -101,8 +101,8 @@ def test_reports_about_what_is_not_the_jobs(site: Site) -> None:
 @pytest.mark.alone
 def test_flood_of_one_user_delays_no_other(site: Site) -> None:
     """bob's agents and questions without end; alice's inspect, a new job of hers, her events and her log."""
-    job = site.cluster.sbatch(["-N1", "-n1"], user="bob", script="#!/bin/sh\nsleep 300\n")
-    until(lambda: site.cluster.job(job)["JobState"] == "RUNNING", 30, 0.1, what="bob's job runs")
+    job = site.cluster.submit_job(["-N1", "-n1"], user="bob", script="#!/bin/sh\nsleep 300\n")
+    until(lambda: site.cluster.read_job(job)["JobState"] == "RUNNING", 30, 0.1, what="bob's job runs")
     (node,) = site.cluster.run(["squeue", "-h", "-j", str(job), "-o", "%N"]).stdout.split()
     call = site.controller_call() | {"job": job, "source": node, "accuse": node, "seconds": 9.0}
     log_bytes, rss = len(site.controller_log()), controller_rss(site)
@@ -112,7 +112,7 @@ def test_flood_of_one_user_delays_no_other(site: Site) -> None:
         {"purpose": "query", "lines": 16, "jobs": 500},
     ]
     argvs = [[PYTHON, "-I", str(site.script), "flood", json.dumps(call | flood)] for flood in floods]
-    processes = [site.cluster.popen(argv, user="bob") for argv in argvs]
+    processes = [site.cluster.start_command(argv, user="bob") for argv in argvs]
     try:
         time.sleep(2.0)
         for _ in range(3):
@@ -156,7 +156,7 @@ def test_silent_connections_do_not_keep_others_out(site: Site) -> None:
         try:
             for node in (next(n for n in site.cluster.node_names if n not in site.nodes), None):
                 argv = ["prlimit", "--nofile=4096", PYTHON, "-I", "-c", idle, *where]
-                holders.append(site.cluster.popen(argv, user="bob", node=node))
+                holders.append(site.cluster.start_command(argv, user="bob", node=node))
                 assert holders[-1].stdout is not None and holders[-1].stdout.readline() == "open\n"
             began = time.monotonic()
             answers = site.attack("call", "alice", **call, calls={str(n): {} for n in range(10)})
@@ -169,18 +169,18 @@ def test_silent_connections_do_not_keep_others_out(site: Site) -> None:
 
 def test_another_user_behind_the_first_ports_of_a_job(site: Site) -> None:
     """Ports follow from the job's id; bob has the first three on every node before her agents come."""
-    out = site.cluster.home("alice") / "squatted"
+    out = site.cluster.locate_home("alice") / "squatted"
     script = '#!/bin/sh\nsrun sh -c "echo socket=$GEMINI_SOCKET"\n'
     options = ["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", "--hold", f"--output={out}"]
-    job = site.cluster.sbatch(options, script=script)
+    job = site.cluster.submit_job(options, script=script)
     ports = list_candidates(Settings(), job)[:3]
     argv = [PYTHON, "-I", str(site.script), "squat", json.dumps({"ports": ports, "seconds": 40})]
-    squatters = [site.cluster.popen(argv, user="bob", node=node) for node in site.cluster.node_names]
+    squatters = [site.cluster.start_command(argv, user="bob", node=node) for node in site.cluster.node_names]
     try:
         for squatter in squatters:
             assert squatter.stdout is not None and squatter.stdout.readline() == "listening\n"
         site.cluster.run(["scontrol", "release", str(job)])
-        until(lambda: site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), 40, 0.1, what="the job ends")
+        until(lambda: site.cluster.read_job(job)["JobState"] in ("COMPLETED", "FAILED"), 40, 0.1, what="the job ends")
         assert out.read_text().count(f"socket=/run/gemini-hpc/{job}/agent.sock") == 2, out.read_text()
     finally:
         for squatter in squatters:
@@ -189,19 +189,19 @@ def test_another_user_behind_the_first_ports_of_a_job(site: Site) -> None:
 
 def test_another_user_between_the_agents_of_a_job(site: Site) -> None:
     """bob has the first ports of the job on every node, and passes what comes there on to the agent behind them."""
-    out = site.cluster.home("alice") / "relayed"
+    out = site.cluster.locate_home("alice") / "relayed"
     script = '#!/bin/sh\nsrun sh -c "echo socket=$GEMINI_SOCKET"\nsleep 4\n'
     options = ["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", "--hold", f"--output={out}"]
-    job = site.cluster.sbatch(options, script=script)
+    job = site.cluster.submit_job(options, script=script)
     ports = list_candidates(Settings(), job)
     how = {"ports": ports[:3], "to": ports[3], "seconds": 60, "handshake_bytes": 2500}
     argv = [PYTHON, "-I", str(site.script), "relay", json.dumps(how)]
-    relays = [site.cluster.popen(argv, user="bob", node=node) for node in site.cluster.node_names]
+    relays = [site.cluster.start_command(argv, user="bob", node=node) for node in site.cluster.node_names]
     try:
         for relay in relays:
             assert relay.stdout is not None and relay.stdout.readline() == "listening\n"
         site.cluster.run(["scontrol", "release", str(job)])
-        until(lambda: site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), 60, 0.1, what="the job ends")
+        until(lambda: site.cluster.read_job(job)["JobState"] in ("COMPLETED", "FAILED"), 60, 0.1, what="the job ends")
         assert out.read_text().count(f"socket=/run/gemini-hpc/{job}/agent.sock") == 2, out.read_text()
     finally:
         for relay in relays:

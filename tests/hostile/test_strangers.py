@@ -169,10 +169,10 @@ def test_munged_hangs_and_dies(site: Site) -> None:
     )
     greeting = b"\x81\xaacredential\xc4\x10MUNGE:AwQFAAAA:x"
     frame = len(greeting).to_bytes(4, "big") + greeting
-    address = site.cluster.address(site.nodes[0])
+    address = site.cluster.find_address(site.nodes[0])
     cluster.run(["kill", "-STOP", pid])
     try:
-        waiting = cluster.popen([PYTHON, "-I", "-c", hello, address, str(site.port), frame.hex()], user="bob")
+        waiting = cluster.start_command([PYTHON, "-I", "-c", hello, address, str(site.port), frame.hex()], user="bob")
         assert waiting.stdout is not None and waiting.stdout.readline() == "sent\n"
         now, began = site.sealed(), time.monotonic()
         site.goes_on(20, 10)

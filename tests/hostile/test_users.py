@@ -37,7 +37,7 @@ def test_replicas_are_checked_at_submission(site: Site) -> None:
 
 def test_more_replicas_than_nodes_are_refused_at_submission(site: Site) -> None:
     before = queued(site)
-    script = site.cluster.home("alice") / "few.sh"
+    script = site.cluster.locate_home("alice") / "few.sh"
     script.write_text("#!/bin/sh\n#SBATCH --requeue -N 2\ntrue\n")
     for command in ("sbatch -N2", "sbatch", "salloc -N1-2", "srun --nodes=2"):
         tool, *options = command.split()
@@ -92,27 +92,29 @@ def test_what_is_accepted_and_will_surprise_is_noted_once(site: Site, options: l
 
 
 def test_more_replicas_than_nodes(site: Site) -> None:
-    out = site.cluster.home("alice") / "toomany"
+    out = site.cluster.locate_home("alice") / "toomany"
     script = "#!/bin/sh\necho ran\n"
     # The number of nodes follows from the tasks: it is not known at submission.
-    job = site.cluster.sbatch(["-n2", "--ntasks-per-node=1", "--gemini-replicas=3", f"--output={out}"], script=script)
+    job = site.cluster.submit_job(
+        ["-n2", "--ntasks-per-node=1", "--gemini-replicas=3", f"--output={out}"], script=script
+    )
     until(lambda: _over(site, job), 30, 0.1, what="the job ends")
-    assert site.cluster.job(job)["ExitCode"] == "78:0"
+    assert site.cluster.read_job(job)["ExitCode"] == "78:0"
     (line,) = out.read_text().splitlines()
     assert "--gemini-replicas=3 wants 3 nodes, one per copy, and this job has 2" in line
-    assert not any("drain" in s or "down" in s for s in site.cluster.node_states().values())
+    assert not any("drain" in s or "down" in s for s in site.cluster.read_node_states().values())
 
 
 def _over(site: Site, job: int) -> bool:
-    return site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")
+    return site.cluster.read_job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")
 
 
 def test_not_enough_memory_for_the_replicas(site: Site) -> None:
-    home = site.cluster.home("alice")
+    home = site.cluster.locate_home("alice")
     (home / "large.py").write_text(LITE.read_text())
     script = f"#!/bin/sh\nsrun python {home}/large.py {home}/large.log 10 0.1 {64 << 20}\necho step $?\nsleep 60\n"
     options = ["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", f"--output={home}/large.out"]
-    job = site.cluster.sbatch(options, script=script)
+    job = site.cluster.submit_job(options, script=script)
     out = home / "large.out"
     try:
         until(lambda: out.exists() and "step " in out.read_text(), 40, 0.1, what="the step ends")
@@ -150,7 +152,7 @@ def test_inspect_of_no_number(site: Site) -> None:
 
 
 def test_inspect_without_a_controller(site: Site) -> None:
-    site.cluster.controller_stop()
+    site.cluster.stop_controller()
     try:
         done = site.gemini("inspect", str(site.job.id))
         assert done.returncode == 0 and "asked: agents" in done.stdout
@@ -158,7 +160,7 @@ def test_inspect_without_a_controller(site: Site) -> None:
         none = one_line(site.gemini("inspect", "987654", user="bob"), status=1)
         assert none.replace("987654", str(site.job.id)) == theirs
     finally:
-        site.cluster.controller_start()
+        site.cluster.start_controller()
 
 
 def test_run_without_a_command(site: Site) -> None:
@@ -218,22 +220,24 @@ def test_bad_settings(site: Site, settings_file: Path) -> None:
 @pytest.mark.witness("a mistake in the site's settings costs protection and no job")
 def test_bad_settings_cost_protection_and_not_the_job(site: Site, settings_file: Path) -> None:
     settings_file.write_text("heartbeat = 1")
-    out = site.cluster.home("alice") / "plain"
+    out = site.cluster.locate_home("alice") / "plain"
     script = '#!/bin/sh\nsrun sh -c "echo socket=$GEMINI_SOCKET ran"\necho step $?\n'
-    job = site.cluster.sbatch(["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", f"--output={out}"], script=script)
+    job = site.cluster.submit_job(
+        ["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", f"--output={out}"], script=script
+    )
     until(lambda: _over(site, job), 30, 0.1, what="the job ends")
-    assert site.cluster.job(job)["JobState"] == "COMPLETED"
+    assert site.cluster.read_job(job)["JobState"] == "COMPLETED"
     assert out.read_text().count("socket= ran") == 2 and "step 0" in out.read_text()
-    assert not any("drain" in s or "down" in s for s in site.cluster.node_states().values())
+    assert not any("drain" in s or "down" in s for s in site.cluster.read_node_states().values())
 
 
 def test_a_prolog_that_cannot_protect_says_so_in_the_jobs_output(site: Site) -> None:
     """The installation is missing on one node: its reason, and what its peers made of it, which name that node."""
-    cluster, out = site.cluster, site.cluster.home("alice") / "unprotected-out"
+    cluster, out = site.cluster, site.cluster.locate_home("alice") / "unprotected-out"
     assert cluster.exec("n2", ["mount", "-t", "tmpfs", "none", "/opt/gemini-hpc"]).returncode == 0
     try:
         script = "#!/bin/sh\nsrun sh -c 'echo $SLURMD_NODENAME has: $GEMINI_UNPROTECTED'\n"
-        job = cluster.sbatch(["-N3", "-wn1,n2,n3", "--gemini-replicas=2", f"--output={out}"], script=script)
+        job = cluster.submit_job(["-N3", "-wn1,n2,n3", "--gemini-replicas=2", f"--output={out}"], script=script)
         until(lambda: _over(site, job), 60, 0.1, what="the job ends")
         log = cluster.exec("n2", ["cat", "/run/gemini-hpc.unprotected/log"]).stdout
     finally:

@@ -22,10 +22,10 @@ OTHERS = ("bob", "nobody", "man")
 def asked(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
     """Who answers."""
     if request.param == "agents":
-        site.cluster.controller_stop()
+        site.cluster.stop_controller()
     yield request.param
     if request.param == "agents":
-        site.cluster.controller_start()
+        site.cluster.start_controller()
 
 
 def test_who_may_inspect(site: Site, asked: str) -> None:
@@ -73,7 +73,7 @@ def test_who_may_draw(site: Site) -> None:
 
 
 def test_report_of_a_running_job(site: Site) -> None:
-    directory = site.cluster.home("alice") / "drawn"
+    directory = site.cluster.locate_home("alice") / "drawn"
     directory.mkdir()
     shutil.chown(directory, ALICE)
     try:

@@ -67,7 +67,7 @@ class Bystander:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.id = cluster.sbatch(["-N1", "--begin=now+1day"], user="carol", script="#!/bin/sh\nexec sleep 60\n")
+        self.id = cluster.submit_job(["-N1", "--begin=now+1day"], user="carol", script="#!/bin/sh\nexec sleep 60\n")
         self._before = self._request()
 
     def end(self) -> str:
@@ -78,7 +78,7 @@ class Bystander:
         return ", ".join(f"{k}: {self._before.get(k)} -> {after.get(k)}" for k in sorted(changed))
 
     def _request(self) -> dict[str, str]:
-        record = self._cluster.job(self.id)
+        record = self._cluster.read_job(self.id)
         # Newer releases say "1-1" until they have looked at a job that waits.
         least, _, most = record.get("NumNodes", "").partition("-")
         if least == most:
@@ -100,7 +100,7 @@ def present(cluster: Cluster) -> Found:
 
 
 def _inits(cluster: Cluster) -> dict[str, int]:
-    return {node: cluster.node_pid(node) for node in cluster.node_names if cluster.is_on(node)}
+    return {node: cluster.find_node_pid(node) for node in cluster.node_names if cluster.is_on(node)}
 
 
 def _show(cluster: Cluster, what: str) -> Iterator[dict[str, str]]:
@@ -175,7 +175,7 @@ def _nodes(cluster: Cluster) -> Found:
     found: Found = {}
     for node in _show(cluster, "node"):
         name, state, reason = node.get("NodeName", ""), node.get("State", ""), node.get("Reason", "")
-        if state == "IDLE" and slurm.release() == KEEPS_REASON:
+        if state == "IDLE" and slurm.read_release() == KEEPS_REASON:
             reason = ""
         if name and (state != "IDLE" or reason):
             found["node", name, state, reason] = f"node {name} is {state} {reason}".rstrip()

@@ -22,7 +22,7 @@ SLEEPER = "#!/bin/sh\nexec sleep 600\n"
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:
-    with Cluster.up(f"leaks{os.getpid()}", nodes=2, site=False, controller=False) as cluster:
+    with Cluster.bring_up(f"leaks{os.getpid()}", nodes=2, site=False, controller=False) as cluster:
         yield cluster
 
 
@@ -48,7 +48,7 @@ def there(
 
 @contextmanager
 def running(cluster: Cluster, argv: list[str], node: str) -> Iterator[None]:
-    process = cluster.popen(argv, node=node, user="alice")
+    process = cluster.start_command(argv, node=node, user="alice")
     try:
         yield
     finally:
@@ -70,13 +70,13 @@ def test_memory(cluster: Cluster, look: Callable[[Cluster], Found]) -> None:
         assert there(cluster, "memfd:gemini:default:0:1", look).startswith("n1:")
 
 
-@pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine")
+@pytest.mark.skipif(not cgroups.are_possible(), reason="no writable memory cgroup (v1) on this machine")
 @pytest.mark.parametrize("look", [held, present])
 def test_a_process_in_the_cgroup_of_agents(cluster: Cluster, look: Callable[[Cluster], Found]) -> None:
     """A rank or a helper of an agent, whatever it is called; an empty cgroup of agents stays."""
     group = "/sys/fs/cgroup/memory/gemini-hpc/planted"
     into = f"mkdir -p {group}; echo 0 >{group}/cgroup.procs; exec sleep 65"
-    process = cluster.popen(["sh", "-c", into], node="n1")
+    process = cluster.start_command(["sh", "-c", into], node="n1")
     found = there(cluster, "gemini-hpc/planted", look)
     assert found.startswith("n1: processes [")
     process.kill()
@@ -104,7 +104,7 @@ def test_a_reservation(cluster: Cluster) -> None:
 
 
 def test_jobs_and_their_pins(cluster: Cluster) -> None:
-    job = cluster.sbatch(["-N1", "--begin=now+600"], script=SLEEPER)
+    job = cluster.submit_job(["-N1", "--begin=now+600"], script=SLEEPER)
     there(cluster, f"job {job} is PENDING")
     for change in ("reqnodelist=n2", "starttime=now+900"):
         before = present(cluster)
@@ -112,7 +112,7 @@ def test_jobs_and_their_pins(cluster: Cluster) -> None:
         wanted = "ReqNodeList=n2" if "req" in change else "StartTime="
         assert wanted in there(cluster, f"job {job} is PENDING", before=before)
     cluster.run(["scancel", str(job)])
-    running_job = cluster.sbatch(["-N1"], script=SLEEPER)
+    running_job = cluster.submit_job(["-N1"], script=SLEEPER)
     there(cluster, f"job {running_job} is RUNNING")
     cluster.run(["scancel", str(running_job)])
 
@@ -120,7 +120,7 @@ def test_jobs_and_their_pins(cluster: Cluster) -> None:
 @pytest.mark.parametrize("change", ["", "reqnodelist=n2", "starttime=now+2days", "numnodes=2", "requeue=0"])
 def test_what_is_done_to_a_bystander(cluster: Cluster, change: str) -> None:
     bystander = Bystander(cluster)
-    other = cluster.sbatch(["-N2"], script=SLEEPER)
+    other = cluster.submit_job(["-N2"], script=SLEEPER)
     there(cluster, f"job {other} is RUNNING")
     if change:
         cluster.run(["scontrol", "update", f"jobid={bystander.id}", change])

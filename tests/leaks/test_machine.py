@@ -157,10 +157,10 @@ def test_a_cluster() -> None:
     name = f"leak{machine.PID}"
     try:
         with planted(f"cluster {name}"):
-            cluster = Cluster.up(name, nodes=1, site=False, controller=False)
+            cluster = Cluster.bring_up(name, nodes=1, site=False, controller=False)
         assert not machine.ours(f"leak{machine.PID}1") and not machine.ours(f"leak1{machine.PID}-0")
     finally:
-        cluster.down()
+        cluster.tear_down()
 
 
 LEAKY = """

@@ -18,7 +18,7 @@ def test_after_a_failure_it_is_another() -> None:
     with Shared("again", nodes=1, settings={}) as shared:
         for fails in (False, True, False):
             with shared.lent(request) as cluster:
-                seen.append((cluster.name, cluster.node_pid("n1")))
+                seen.append((cluster.name, cluster.find_node_pid("n1")))
                 session.testsfailed += fails
     first, second, third = seen
     assert first == second and third[0] == first[0] and third[1] != first[1], seen

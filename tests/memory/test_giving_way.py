@@ -55,8 +55,8 @@ def test_detached_agent_gives_way(site: Site) -> None:
     over = site.job(**FAILS, size=20 * MIB, options=("-wn1,n2", "-c2"))
     over.reach(3)
     hosts = detached(site, over)  # last: from here on the controller's own retention time runs
-    out = site.cluster.home("bob") / "hog"
-    site.cluster.sbatch(["-N1", "-wn1", f"--output={out}"], user="bob", script=f"#!/bin/bash\n{HOG}")
+    out = site.cluster.locate_home("bob") / "hog"
+    site.cluster.submit_job(["-N1", "-wn1", f"--output={out}"], user="bob", script=f"#!/bin/bash\n{HOG}")
     floor = free - BELOW_MIB * MIB
     until(lambda: read_meminfo()["MemAvailable"] < floor, 30, 0.005, what="memory short")
     short_at = time.time()

@@ -19,7 +19,7 @@ from .conftest import CAP_BYTES, MIB, Site
 Inspect = Callable[[int], dict[str, Any]]
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine"),
+    pytest.mark.skipif(not cgroups.are_possible(), reason="no writable memory cgroup (v1) on this machine"),
 ]
 OWN = "gemini-hpc"
 
@@ -62,7 +62,7 @@ def test_replicas_are_not_charged_to_slurmd(site: Site) -> None:
         taken = site.memory(node, OWN, "usage_in_bytes")
         job.finish()
         assert taken >= 128 * MIB
-        assert site.slurmd(node) == before and "down" not in cluster.node_state(node)
+        assert site.slurmd(node) == before and "down" not in cluster.read_node_state(node)
         assert "Killed" not in job.output()
     finally:
         site.sh(node, "echo -1 >/sys/fs/cgroup/memory/slurmd/memory.limit_in_bytes")
@@ -140,15 +140,15 @@ def test_ready_needs_no_memory(site: Site) -> None:
     until(lambda: "not enough memory for the replicas" in job.output(), 30, what="the refusal")
     assert job.lines("resumed"), "the map was there, the agents had agreed"
     until(lambda: job.state in ("COMPLETED", "FAILED"), 30, 0.1, what="the job's end")
-    assert not {s for s in site.cluster.node_states().values() if "drain" in s}
+    assert not {s for s in site.cluster.read_node_states().values() if "drain" in s}
 
 
 def test_a_node_that_was_off_begins_with_nothing(site: Site) -> None:
     cluster = site.cluster
     job = site.job(nodes=2, steps=1000, size=20 * MIB, options=("-wn1,n2", "-c2", "--no-requeue"))
     job.reach(2)
-    cluster.power_off("n2")
-    cluster.power_on("n2")
+    cluster.cut_power("n2")
+    cluster.restore_power("n2")
     assert site.sh("n2", f"ls -d /sys/fs/cgroup/memory/{OWN} 2>/dev/null") == ""
     cluster.run(["scancel", str(job.id)])
     cluster.restore()
@@ -172,4 +172,4 @@ def test_settings_say_where(site: Site) -> None:
     until(lambda: job.agent_pid(node), 20, what="an agent")
     assert site.cgroup(node, job.agent_pid(node)) == "slurmd"
     log = (site.cluster.log_directory / f"slurmd.{node}.log").read_text()
-    assert "drain" not in site.cluster.node_state(node), log
+    assert "drain" not in site.cluster.read_node_state(node), log

@@ -16,7 +16,7 @@ from .conftest import Site
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine"),
+    pytest.mark.skipif(not cgroups.are_possible(), reason="no writable memory cgroup (v1) on this machine"),
 ]
 
 # Every way that the kernel has into another process of one's own.
@@ -56,7 +56,7 @@ def test_owner_does_not_get_into_the_agent(site: Site) -> None:
     node = job.hosts()[0]
     pids = site.sh(node, f"pgrep -f 'gemini_hpc.agent --job {job.id} '").split()
     assert len(pids) == 2, "supervisor and agent"
-    script = site.cluster.home("alice") / "trespass.py"
+    script = site.cluster.locate_home("alice") / "trespass.py"
     script.write_text(TRESPASS)
     tried = site.cluster.exec(node, ["/usr/bin/python3", str(script), *pids], user="alice")
     assert (tried.returncode, tried.stdout.strip()) == (0, ""), tried
@@ -141,7 +141,7 @@ def test_nothing_outstays_a_job_that_got_no_epilog(site: Site) -> None:
     ranks = "pkill -KILL slurmstepd; pkill -KILL -u alice -f lite.py"
     site.sh("n3", f"kill -STOP {agent} {slurmd}; ip link set eth0 down; {ranks}")
     try:
-        until(lambda: "drain" in site.cluster.node_states()["n3"], 60, what="n3 is fenced")
+        until(lambda: "drain" in site.cluster.read_node_states()["n3"], 60, what="n3 is fenced")
         site.cluster.run(["scancel", str(job.id)])
         active = ["squeue", "-h", "-j", str(job.id)]
         until(lambda: not site.cluster.run(active).stdout.strip(), 60, 0.2, what="Slurm has done with it")

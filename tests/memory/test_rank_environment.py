@@ -28,15 +28,15 @@ Task = dict[str, str]
 
 def run(site: Site, script: str, *options: str) -> list[Task]:
     """The environments that the steps of one job's script show."""
-    out = site.cluster.home("alice") / f"ranks-{len(list(site.cluster.home('alice').iterdir()))}"
+    out = site.cluster.locate_home("alice") / f"ranks-{len(list(site.cluster.locate_home('alice').iterdir()))}"
     fixed = ["-N3", "--ntasks-per-node=2", "--requeue", f"--output={out}", "--gemini-replicas=2", *options]
-    job = site.cluster.sbatch(fixed, script=f"#!/bin/bash\n{script}\necho over\n")
+    job = site.cluster.submit_job(fixed, script=f"#!/bin/bash\n{script}\necho over\n")
     until(lambda: out.exists() and "over" in out.read_text(), 40, 0.1, what="the script's end")
     tasks = [
         dict(word.split("=", 1) for word in text.split()) for text in re.findall(r"(TASK=.*) END", out.read_text())
     ]
     assert tasks, out.read_text()
-    until(lambda: site.cluster.job(job).get("JobState") == "COMPLETED", 20, 0.1, what="the end")
+    until(lambda: site.cluster.read_job(job).get("JobState") == "COMPLETED", 20, 0.1, what="the end")
     return tasks
 
 
@@ -134,8 +134,8 @@ def test_apptainers_containers_see_the_directory_of_their_job(site: Site) -> Non
     batch, own, step = run(site, f"{show}\n{steps}")
     directory = f"/run/gemini-hpc/{batch['JOB']}"
     assert (batch["BIND"], own["BIND"], step["BIND"]) == (directory, f"/data,{directory}", directory)
-    plain, inherited = site.cluster.home("alice") / "plain-bind", {"APPTAINER_BINDPATH": f"/data,{directory}"}
-    site.cluster.sbatch(["-N1", f"--output={plain}"], script=f"#!/bin/bash\n{show}\n", env=inherited)
+    plain, inherited = site.cluster.locate_home("alice") / "plain-bind", {"APPTAINER_BINDPATH": f"/data,{directory}"}
+    site.cluster.submit_job(["-N1", f"--output={plain}"], script=f"#!/bin/bash\n{show}\n", env=inherited)
     until(lambda: plain.exists() and "END" in plain.read_text(), 40, 0.1, what="the unprotected job's end")
     assert " BIND=/data JOB=" in plain.read_text()
 
@@ -167,12 +167,12 @@ def test_one_node_without_an_agent_and_no_map_anywhere(site: Site, broken: str) 
     assert [t.get("MASTER_PORT") for t in rest[1:]] == ["29500"] * 3
     assert all(set(t) == {"TASK", "NODE", "MASTER_PORT"} for t in rest[1:]), "never beside what is set"
     assert not any("GEMINI_SOCKET" in t for t in tasks)
-    assert "drain" not in site.cluster.node_state(broken)
+    assert "drain" not in site.cluster.read_node_state(broken)
 
 
 def test_a_step_of_a_job_that_asked_for_nothing_is_as_without_the_plugin(site: Site) -> None:
     """Byte for byte, but for what differs between any two steps."""
-    out, fixed = site.cluster.home("alice") / "plain-env", ["-N2", "--ntasks-per-node=1"]
+    out, fixed = site.cluster.locate_home("alice") / "plain-env", ["-N2", "--ntasks-per-node=1"]
     step = 'srun sh -c \'tr "\\0" "\\n" </proc/self/environ >env-$0-$SLURM_PROCID\' '
     script = f"#!/bin/bash\n{step} with\necho over\n"
     plugstack = site.cluster.directory / "etc" / "slurm" / "plugstack.conf"
@@ -182,9 +182,9 @@ def test_a_step_of_a_job_that_asked_for_nothing_is_as_without_the_plugin(site: S
         for text in (line, "\n"):
             plugstack.write_text(text)
             out.unlink(missing_ok=True)
-            site.cluster.sbatch([*fixed, f"--output={out}"], script=script)
+            site.cluster.submit_job([*fixed, f"--output={out}"], script=script)
             until(lambda: out.exists() and "over" in out.read_text(), 40, 0.1, what="the script's end")
-            files = [site.cluster.home("alice") / f"env-with-{task}" for task in range(2)]
+            files = [site.cluster.locate_home("alice") / f"env-with-{task}" for task in range(2)]
             shown.append([sorted(file.read_text().splitlines()) for file in files])
     finally:
         plugstack.write_text(line)

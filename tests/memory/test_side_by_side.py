@@ -40,7 +40,7 @@ def test_two_trainings_side_by_side_recover_a_dead_node(site: Site, inspect: Ins
         return {(training["name"], training["state"]) for training in inspect(first.id).get("trainings", [])}
 
     until(lambda: states() >= {("a", "protected"), ("b", "protected")}, 20, what="both are protected")
-    site.cluster.power_off(first.hosts()[1])
+    site.cluster.cut_power(first.hosts()[1])
     first.finish()
     until(lambda: len(second.lines("done")) >= 3, 30, what="the second one's end")
     for training in (first, second):

@@ -18,7 +18,7 @@ from .conftest import MIB
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine"),
+    pytest.mark.skipif(not cgroups.are_possible(), reason="no writable memory cgroup (v1) on this machine"),
 ]
 CAP_BYTES, SMALL = 120 * MIB, 8
 TOP = "/sys/fs/cgroup/memory/gemini-hpc"
@@ -37,7 +37,7 @@ def test_small_agents_end_nobody_elses(cluster: Cluster) -> None:
     job.reach(5)
     before, node = job.agent_pid("n1"), "n1"
     options = ["-N1", f"-w{node}", "-n1", "--mem=20", "--gemini-replicas=1"]
-    others = [cluster.sbatch(options, user="bob", script="#!/bin/sh\nsleep 600\n") for _ in range(SMALL)]
+    others = [cluster.submit_job(options, user="bob", script="#!/bin/sh\nsleep 600\n") for _ in range(SMALL)]
 
     def ask(script: str) -> str:
         return cluster.exec(node, ["sh", "-c", script]).stdout.strip()

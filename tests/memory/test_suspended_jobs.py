@@ -24,7 +24,7 @@ def healthy(site: Site, job: LiteJob) -> None:
     assert job.slurm()["Restarts"] == "0"
     names = {event["name"] for event in job.events()}
     assert not names & {"detected", "confirmed", "down", "self_fenced", "dismissed"}, names
-    assert not {s for s in site.cluster.node_states().values() if "drain" in s or "down" in s}
+    assert not {s for s in site.cluster.read_node_states().values() if "drain" in s or "down" in s}
     assert len({line["step"] for line in job.lines("resumed")}) == 1
 
 
@@ -86,7 +86,7 @@ def test_an_agent_of_the_next_version_takes_part(site: Site, other_version: str)
     set_version(other_version, version.CURRENT + 1, version.CURRENT)
     job = site.job(nodes=3, options=("-wn1,n2,n3",))
     job.reach(8)
-    job.cluster.power_off("n3")
+    job.cluster.cut_power("n3")
     job.finish()
     assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
     assert "n2" in {e["host"] for e in job.events() if e["name"] == "attached"}, "the controller heard it too"
@@ -104,9 +104,9 @@ def test_trainers_of_the_next_version(site: Site) -> None:
 def test_no_common_version_is_unprotected_and_one_line(site: Site, other_version: str) -> None:
     set_version(other_version, version.CURRENT + 2, version.CURRENT + 1)
     site.configure(attach_timeout_s=5.0)
-    out = site.cluster.home("alice") / "mismatch"
+    out = site.cluster.locate_home("alice") / "mismatch"
     fixed = ["-N2", "-wn1,n2", f"--output={out}", "--gemini-replicas=2"]
-    job = site.cluster.sbatch(fixed, script="#!/bin/bash\nenv | grep -c GEMINI_SOCKET\necho over\nsleep 600\n")
+    job = site.cluster.submit_job(fixed, script="#!/bin/bash\nenv | grep -c GEMINI_SOCKET\necho over\nsleep 600\n")
     until(lambda: out.exists() and "over" in out.read_text(), 30, what="the script")
     said, *rest = out.read_text().splitlines()
     assert said.endswith("gemini-hpc: this job is not protected: no agent can be reached on n2")
@@ -114,4 +114,4 @@ def test_no_common_version_is_unprotected_and_one_line(site: Site, other_version
     wanted = f"protocol {version.CURRENT + 1} to {version.CURRENT + 2}, wanted {version.CURRENT}"
     logs = f"/run/gemini-hpc/{job}/agent.log"
     until(lambda: wanted in "".join(site.sh(node, f"cat {logs}") for node in ("n1", "n2")), 20, what=wanted)
-    assert not {s for s in site.cluster.node_states().values() if "drain" in s or "down" in s}
+    assert not {s for s in site.cluster.read_node_states().values() if "drain" in s or "down" in s}

@@ -72,7 +72,7 @@ class LiteJob:
     directory: Path = field(default_factory=Path)
 
     def submit(self) -> LiteJob:
-        home = self.cluster.home("alice")
+        home = self.cluster.locate_home("alice")
         self.directory = home / f"lite-{time.time_ns()}"
         self.directory.mkdir()
         shutil.chown(self.directory, 5001)
@@ -86,7 +86,7 @@ class LiteJob:
             'echo "step ended with $?"\n'
         )
         script.chmod(0o755)
-        self.id = self.cluster.sbatch(
+        self.id = self.cluster.submit_job(
             [
                 "--requeue",
                 "--open-mode=append",
@@ -120,7 +120,7 @@ class LiteJob:
         return path.read_text() if path.exists() else ""
 
     def slurm(self) -> dict[str, str]:
-        return self.cluster.job(self.id)
+        return self.cluster.read_job(self.id)
 
     @property
     def state(self) -> str:
@@ -158,7 +158,7 @@ class LiteJob:
 
     def refused(self) -> dict[str, str]:
         """Nodes that Slurm gives to nobody, with their states."""
-        states = self.cluster.node_states()
+        states = self.cluster.read_node_states()
         return {node: state for node, state in states.items() if "drain" in state or "down" in state}
 
     # ---- milestones ------------------------------------------------------------------------------------

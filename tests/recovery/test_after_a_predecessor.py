@@ -108,7 +108,7 @@ def test_fewer_nodes_and_one_of_them_lost(lite: Lite, cluster: Cluster) -> None:
     first = lite(prefix="set -e\n", options=("--no-requeue",))
     reached = stopped(first)
     lost = first.hosts()[2]
-    cluster.power_off(lost)
+    cluster.cut_power(lost)
     second = successor(first, nodes=2)
     second.reach(reached + 3)
     assert second.resumed(0) in (reached, reached - 1), second.story()
@@ -139,7 +139,7 @@ def test_nobody_elses(first: LiteJob, cluster: Cluster) -> None:
     """Another user that names the job is told nothing, and it is there for its owner afterwards."""
     reached = stopped(first)
     options = ["-N3", "--gemini-replicas=2", f"--gemini-after={first.id}", f"--nodelist={','.join(first.hosts())}"]
-    thief = LiteJob(cluster, id=cluster.sbatch([*options, "--output=/dev/null", "--wrap=sleep 600"], user="bob"))
+    thief = LiteJob(cluster, id=cluster.submit_job([*options, "--output=/dev/null", "--wrap=sleep 600"], user="bob"))
     until(lambda: "event=agreed" in thief.agent_log(first.hosts()[0]), 30, what="its agents agree")
     log = thief.agent_log(first.hosts()[0])
     assert "event=not_taken_over" in log and "pulled" not in log, log

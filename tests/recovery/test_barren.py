@@ -24,7 +24,7 @@ def shared() -> Iterator[Shared]:
 def lose_a_node(job: LiteJob, restart: int) -> None:
     """Once its ranks train in this life of it."""
     until(lambda: len(job.lines("resumed", restart)) == 3, 60, what=f"life {restart}\n{job.story()}")
-    job.cluster.power_off(job.hosts()[-1])
+    job.cluster.cut_power(job.hosts()[-1])
     until(lambda: job.slurm().get("Restarts") == str(restart + 1), 60, what=f"requeued\n{job.story()}")
 
 

@@ -61,16 +61,16 @@ def test_only_with_neither_peer_nor_controller(cluster: Cluster) -> None:
     def lost(node: str) -> None:
         until(lambda: f"{node} is silent" in job.agent_log(first), 20, what=f"{node} is missed")
 
-    cluster.controller_stop()
+    cluster.stop_controller()
     still_there("all peers, no controller")
     agents(job, [second], signal.SIGSTOP)
     lost(second)
     still_there("one peer, no controller")
-    cluster.controller_start()
+    cluster.start_controller()
     agents(job, [third], signal.SIGSTOP)
     lost(third)
     still_there("no peer, the controller")
-    cluster.controller_stop()
+    cluster.stop_controller()
     try:
         until(lambda: not trainers(job, first), 20, what="its ranks are ended")
     except AssertionError as exc:
@@ -79,7 +79,7 @@ def test_only_with_neither_peer_nor_controller(cluster: Cluster) -> None:
         agents(job, [second, third], signal.SIGCONT)
     assert fenced(job, first)
     assert trainers(single, lone) and not fenced(single, lone), "a job of one node is never cut off from itself"
-    cluster.controller_start()
+    cluster.start_controller()
 
 
 def test_node_cut_off_for_good_ends_its_ranks(cluster: Cluster) -> None:
@@ -89,7 +89,7 @@ def test_node_cut_off_for_good_ends_its_ranks(cluster: Cluster) -> None:
     job = LiteJob(cluster, nodes=3).submit()
     job.reach(10)
     zombie = job.hosts()[1]
-    beside = cluster.popen(["sleep", "600"], user="alice", node=zombie)
+    beside = cluster.start_command(["sleep", "600"], user="alice", node=zombie)
     cluster.exec(zombie, ["ip", "link", "set", "eth0", "down"])
     try:
         assert trainers(job, zombie)

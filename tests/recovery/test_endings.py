@@ -77,11 +77,11 @@ def test_requeued_where_no_node_remembers(lite: Lite, cluster: Cluster) -> None:
     cluster.run(["scontrol", "update", f"nodename={','.join(old)}", "state=drain", "reason=test"])
     cluster.run(["scontrol", "requeue", str(job.id)])
     until(lambda: job.state == "PENDING", 30, what="on its way back")
-    cluster.controller_stop(signal.SIGKILL)
+    cluster.stop_controller(signal.SIGKILL)
     others = [node for node in cluster.node_names if node not in old]
     until(lambda: sum(bool(job.agent_pid(n)) for n in others) == 2, 30, what="the new agents")
     time.sleep(1)
-    cluster.controller_start()
+    cluster.start_controller()
     job.finish()
     assert not set(old) & set(job.hosts())
     assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()

@@ -36,7 +36,7 @@ def lose_rack2(job: LiteJob) -> None:
     job.reach(10)
     assert job.hosts() == ["n1", "n2", "n3", "n4"]
     for node in ("n3", "n4"):
-        job.cluster.power_off(node)
+        job.cluster.cut_power(node)
     job.finish()
     assert not {"n3", "n4"} & set(job.hosts())
 

@@ -27,7 +27,7 @@ class Job:
 
     def __init__(self, cluster: Cluster, run: str, how: str) -> None:
         self.cluster = cluster
-        self.directory = cluster.home("alice") / f"hangs-{time.time_ns()}"
+        self.directory = cluster.locate_home("alice") / f"hangs-{time.time_ns()}"
         self.directory.mkdir()
         shutil.chown(self.directory, 5001)
         script = self.directory / "job.sh"
@@ -38,7 +38,7 @@ class Job:
         )
         script.chmod(0o755)
         options = ["--requeue", f"--output={self.directory}/out", "-N3", "--ntasks-per-node=1", "--gemini-replicas=2"]
-        self.id = cluster.sbatch([*options, f"--gemini-hang={HANG_S}", str(script)])
+        self.id = cluster.submit_job([*options, f"--gemini-hang={HANG_S}", str(script)])
 
     def output(self) -> str:
         path = self.directory / "out"
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        return self.cluster.job(self.id).get("JobState", "gone")
+        return self.cluster.read_job(self.id).get("JobState", "gone")
 
     def inspect(self) -> Any:
         done = self.cluster.run(["gemini-hpc", "inspect", str(self.id), "--json"], user="alice")
@@ -61,7 +61,7 @@ class Job:
             until(lambda: self.state == "COMPLETED", 150, 0.2, what=f"job {self.id} completes")
         except AssertionError as exc:
             raise AssertionError(f"{exc}: {self.state}\n{self.output()[-6000:]}") from None
-        assert self.cluster.job(self.id)["Restarts"] == "0"
+        assert self.cluster.read_job(self.id)["Restarts"] == "0"
         assert self.output().count(" result ") == 3
 
 

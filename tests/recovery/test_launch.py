@@ -57,7 +57,7 @@ def test_a_rank_then_a_launcher_then_a_node(lite: Lite) -> None:
     wait_for(job, f"{job.id}.1")
     assert job.slurm()["Restarts"] == "0" and "on healthy nodes: restart 1 of 3" in job.output(), job.story()
 
-    job.cluster.power_off(node)
+    job.cluster.cut_power(node)
     job.finish()
     assert job.slurm()["Restarts"] == "1" and attempts(job, 1) == [f"{job.id}.0"], job.story()
     assert job.resumed(1) > 10 and job.repeated(1) in (0, 1), job.story()

@@ -27,7 +27,7 @@ def test_drained_survivor(lite: Lite, cluster: Cluster) -> None:
     dead, drained = hosts[:2]
     cluster.run(["scontrol", "update", f"nodename={drained}", "state=drain", "reason=fan"])
     cut = time.time()
-    cluster.power_off(dead)
+    cluster.cut_power(dead)
     job.finish()
     back = min(line["t"] for line in job.lines("resumed", 1)) - cut
     print(f"resumed {back:.1f} s after the cut")
@@ -46,7 +46,7 @@ def test_survivor_in_somebody_elses_reservation(lite: Lite, cluster: Cluster) ->
     made = cluster.run([*make, "StartTime=now", "Duration=30", "Flags=IGNORE_JOBS"])
     assert made.returncode == 0, made.stderr
     try:
-        cluster.power_off(hosts[0])
+        cluster.cut_power(hosts[0])
         job.finish()
         assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
         assert not {hosts[0], hosts[1]} & set(job.hosts())

@@ -28,7 +28,7 @@ def test_a_lost_node_is_replaced_and_nothing_is_lost(lite: Lite, lost: int, by: 
     job = lite(run=RUN, options=("--no-kill",))
     job.reach(10)
     victim = job.hosts()[lost]
-    job.cluster.power_off(victim)
+    job.cluster.cut_power(victim)
     if by == "slurm":  # before the agents' reports can lead to anything
         job.cluster.run(["scontrol", "update", f"nodename={victim}", "state=down", "reason=test"])
     until(lambda: job.slurm().get("Restarts") == "1", REQUEUED_WITHIN_S, what=f"requeued\n{job.story()}")
@@ -43,8 +43,8 @@ def test_a_script_that_goes_on_to_its_end_does_not_end_the_job(lite: Lite, first
     """Plain srun, and a script that ends with 0: of the step's end, or by itself, before an agent has noticed."""
     job = lite(run=ENDS_WHEN_TOLD, options=("--no-kill",))
     job.reach(10)
-    victim, told = job.hosts()[-1], job.cluster.home("alice") / f"end-{job.id}"
-    job.cluster.power_off(victim)
+    victim, told = job.hosts()[-1], job.cluster.locate_home("alice") / f"end-{job.id}"
+    job.cluster.cut_power(victim)
     if first == "script":
         told.touch()
     else:
@@ -58,16 +58,16 @@ def test_a_script_that_goes_on_to_its_end_does_not_end_the_job(lite: Lite, first
 
 
 def test_without_a_controller_the_job_sends_itself_back(lite: Lite, cluster: Cluster) -> None:
-    cluster.controller_stop()
+    cluster.stop_controller()
     try:
         job = lite(run=RUN, options=("--no-kill",))
         job.reach(10)
         victim = job.hosts()[1]
-        cluster.power_off(victim)
+        cluster.cut_power(victim)
         cluster.run(["scontrol", "update", f"nodename={victim}", "state=down", "reason=test"])
         until(lambda: job.slurm().get("Restarts") == "1", REQUEUED_WITHIN_S, what=f"requeued\n{job.story()}")
         job.finish(120)
     finally:
-        cluster.controller_start()
+        cluster.start_controller()
     assert victim not in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
     assert "run on without its lost node (--no-kill): requeuing it" in job.story()

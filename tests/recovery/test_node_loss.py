@@ -18,7 +18,7 @@ Lite = Any
 
 def cut_and_finish(job: LiteJob, *nodes: str, reset: bool = False) -> None:
     for node in nodes:
-        job.cluster.power_off(node, reset=reset)
+        job.cluster.cut_power(node, reset=reset)
     job.finish()
     assert job.repeated(1) in (0, 1), job.story()
     assert job.resumed(1) > 0, job.story()
@@ -55,7 +55,7 @@ def test_whole_group_lost(lite: Lite) -> None:
     job.reach(8)
     hosts = job.hosts()
     for node in hosts[2:]:
-        job.cluster.power_off(node)
+        job.cluster.cut_power(node)
     job.finish()
     assert job.resumed(1) == 0
     reasons = " ".join(line["reason"] for line in job.lines("lost"))
@@ -68,7 +68,7 @@ def test_two_nodes_of_a_group_of_three(lite: Lite) -> None:
     job = lite(nodes=3, replicas=3)
     job.reach(8)
     for node in job.hosts()[1:]:
-        job.cluster.power_off(node)
+        job.cluster.cut_power(node)
     job.finish()
     assert job.resumed(1) >= 8 and job.repeated(1) in (0, 1), job.story()
 
@@ -77,9 +77,9 @@ def test_second_cut_during_recovery(lite: Lite) -> None:
     job = lite(nodes=4)
     job.reach(10)
     hosts = job.hosts()
-    job.cluster.power_off(hosts[1])
+    job.cluster.cut_power(hosts[1])
     until(lambda: job.state in ("PENDING", "COMPLETING", "REQUEUED"), what="requeued")
-    job.cluster.power_off(hosts[3])
+    job.cluster.cut_power(hosts[3])
     job.finish(120)
     last = max(line["restart"] for line in job.lines("resumed"))
     assert job.resumed(last) > 0 and job.repeated(last) in (0, 1), job.story()
@@ -90,8 +90,8 @@ def test_node_that_reboots_within_a_second(lite: Lite) -> None:
     job = lite()
     job.reach(10)
     node = job.hosts()[1]
-    job.cluster.power_off(node)
-    job.cluster.power_on(node)
+    job.cluster.cut_power(node)
+    job.cluster.restore_power(node)
     job.finish(120)
     last = max(line["restart"] for line in job.lines("resumed"))
     assert last >= 1 and job.resumed(last) > 0 and job.repeated(last) in (0, 1), job.story()
@@ -101,8 +101,8 @@ def test_survivors_on_which_slurm_skips_the_prolog(lite: Lite, cluster: Cluster)
     """slurmd runs no prolog for a job id that it still remembers, and it forgets at most every 2 s: whenever
     another job starts a step on a shared survivor just before. A busy machine may start bob's steps too seldom. The
     slurmd of newer releases forgets at once, and runs it."""
-    remembers = slurm.release() < (23, 11)
-    script = cluster.home("bob") / "steps.sh"
+    remembers = slurm.read_release() < (23, 11)
+    script = cluster.locate_home("bob") / "steps.sh"
     script.write_text("#!/bin/bash\nwhile :; do srun -n1 true; sleep 0.05; done\n")
     script.chmod(0o755)
     for _ in range(4):
@@ -110,9 +110,9 @@ def test_survivors_on_which_slurm_skips_the_prolog(lite: Lite, cluster: Cluster)
         job.reach(10)
         hosts = job.hosts()
         for node in (hosts[0], hosts[2]) * 2:
-            cluster.sbatch(["-N1", "-n1", "-w", node, str(script)], user="bob")
+            cluster.submit_job(["-N1", "-n1", "-w", node, str(script)], user="bob")
         until(lambda: cluster.run(["squeue", "-h", "-t", "R", "-u", "bob"]).stdout.count("\n") == 4, what="bob runs")
-        cluster.power_off(hosts[1])
+        cluster.cut_power(hosts[1])
         job.finish()
         assert {hosts[0], hosts[2]} < set(job.hosts())
         assert job.repeated(1) in (0, 1) and job.resumed(1) > 0, job.story()
@@ -126,7 +126,7 @@ def test_survivors_on_which_slurm_skips_the_prolog(lite: Lite, cluster: Cluster)
 
 
 def test_controller_stopped(lite: Lite, cluster: Cluster) -> None:
-    cluster.controller_stop()
+    cluster.stop_controller()
     job = lite()
     job.reach(10)
     cut_and_finish(job, job.hosts()[1])
@@ -137,13 +137,13 @@ def test_busy_cluster_keeps_the_survivors_for_us(lite: Lite, cluster: Cluster) -
     job = lite(options=("--nice=10000",))  # so that the rivals come before it
     job.reach(10)
     hosts = job.hosts()
-    script = cluster.home("bob") / "rival.sh"
+    script = cluster.locate_home("bob") / "rival.sh"
     script.write_text("#!/bin/bash\nsleep 6\n")
     script.chmod(0o755)
     for _ in range(12):
-        cluster.sbatch(["--exclusive", "-N1", str(script)], user="bob")
+        cluster.submit_job(["--exclusive", "-N1", str(script)], user="bob")
     until(lambda: "bob" in cluster.run(["squeue", "-h", "-t", "R", "-o", "%u"]).stdout, what="rivals run")
-    cluster.power_off(hosts[1])
+    cluster.cut_power(hosts[1])
     job.finish(120)
     assert job.repeated(1) in (0, 1) and job.resumed(1) > 0, job.story()
     assert {hosts[0], hosts[2]} < set(job.hosts()), job.story()

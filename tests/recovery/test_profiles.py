@@ -32,7 +32,7 @@ def shared() -> Iterator[Shared]:
 @pytest.fixture
 def limited(cluster: Cluster) -> Cluster:
     """A cluster on which the kernel holds jobs to their memory."""
-    if why := cgroups.untracked():
+    if why := cgroups.find_tracking_problem():
         pytest.skip(f"`up` says so: {why}")
     return cluster
 
@@ -42,7 +42,7 @@ def cut_and_finish(job: LiteJob, victim: int) -> None:
     hosts = job.hosts()
     dead = hosts.pop(victim)
     before = {line["rank"]: line["node_rank"] for line in job.lines("resumed", 0)}
-    job.cluster.power_off(dead)
+    job.cluster.cut_power(dead)
     job.finish(120)
     assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
     assert set(hosts) < set(job.hosts()), "survivors keep their part"
@@ -68,10 +68,10 @@ def test_a_job_that_waits_for_a_limit_holds_nothing(cluster: Cluster) -> None:
     """The user's next job takes the place under the limit while ours is on its way back."""
     job = LiteJob(cluster, nodes=2, options=("--qos=single",)).submit()
     job.reach(10)
-    rival = cluster.sbatch(["--qos=single", "-N1"], script="#!/bin/sh\nsleep 600\n")
-    until(lambda: "QOSMaxJobs" in cluster.job(rival)["Reason"], what="the next waits for the limit")
-    cluster.power_off(job.hosts()[1])
-    until(lambda: cluster.job(rival)["JobState"] == "RUNNING", 60, what="the next has its place")
+    rival = cluster.submit_job(["--qos=single", "-N1"], script="#!/bin/sh\nsleep 600\n")
+    until(lambda: "QOSMaxJobs" in cluster.read_job(rival)["Reason"], what="the next waits for the limit")
+    cluster.cut_power(job.hosts()[1])
+    until(lambda: cluster.read_job(rival)["JobState"] == "RUNNING", 60, what="the next has its place")
     until(lambda: job.slurm()["Reason"] == "QOSMaxJobsPerUserLimit", 30, what="ours waits for the limit")
 
     def held() -> bool:
@@ -87,11 +87,11 @@ def test_a_job_that_waits_for_a_limit_holds_nothing(cluster: Cluster) -> None:
 
 def test_survivors_hold_their_place_without_a_controller_on_site(cluster: Cluster) -> None:
     """The epilog's Slurm commands find their configuration on a node that has no files of it."""
-    cluster.controller_stop()
+    cluster.stop_controller()
     job = LiteJob(cluster).submit()
     job.reach(10)
     hosts = job.hosts()
-    cluster.power_off(hosts[1])
+    cluster.cut_power(hosts[1])
     until(lambda: "detected" in job.agent_log(hosts[0]), 20, what="the agents know")
     # As Slurm itself would after SlurmdTimeout.
     cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=test"])

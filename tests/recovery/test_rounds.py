@@ -31,9 +31,11 @@ def inspect(job: LiteJob) -> dict[str, Any]:
 def protected_after_a_kill(cluster: Cluster, position: int, when: str) -> LiteJob:
     """A job on the first three nodes, whose agent at this position of the tree is killed at this moment."""
     nodes = list(cluster.node_names[:3])
-    program = cluster.home("alice") / KILLER.name
+    program = cluster.locate_home("alice") / KILLER.name
     shutil.copy(KILLER, program)
-    killer = cluster.popen(["python3", str(program), when, "40"], node=nodes[position], stderr=subprocess.STDOUT)
+    killer = cluster.start_command(
+        ["python3", str(program), when, "40"], node=nodes[position], stderr=subprocess.STDOUT
+    )
     assert killer.stdout is not None
     try:
         assert killer.stdout.readline().strip() == "ready"

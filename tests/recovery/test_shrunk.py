@@ -35,8 +35,8 @@ def test_a_job_that_is_made_smaller_while_it_runs(lite: Lite, cluster: Cluster) 
     found = looked_at(job)
     assert found["state"] != "protected" and left not in found["slurm"]["nodes"], found
     assert any(f"made smaller while it ran: without {left}" in note for note in found["notes"]), found["notes"]
-    cluster.power_off(left)
-    until(lambda: "down" in cluster.node_states()[left], 60, 0.5, what="Slurm itself has noticed")
+    cluster.cut_power(left)
+    until(lambda: "down" in cluster.read_node_states()[left], 60, 0.5, what="Slurm itself has noticed")
     assert job.slurm()["Restarts"] == "0" and not any(e["name"] == "sent_back" for e in job.events()), job.story()
     cluster.run(["scancel", str(job.id)])
 
@@ -44,7 +44,7 @@ def test_a_job_that_is_made_smaller_while_it_runs(lite: Lite, cluster: Cluster) 
 def test_a_node_list_of_the_user_that_has_lost_a_node(lite: Lite) -> None:
     job = lite(options=("-w", "n1,n2,n3"))
     job.reach(10)
-    job.cluster.power_off("n2")
+    job.cluster.cut_power("n2")
     job.reach(1, "resumed", 60, 1)
     assert {"n1", "n3"} < set(job.hosts()), "kept as far as possible"
     notes = looked_at(job)["notes"]

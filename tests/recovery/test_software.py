@@ -79,12 +79,12 @@ def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> Non
     at = max(line["version"] for line in job.lines("rejoined"))
     job.reach(at + 5)
     assert len(launches(job)) == 1, "the training was not started again"
-    job.cluster.power_off(job.hosts()[2])
+    job.cluster.cut_power(job.hosts()[2])
     job.finish()
     assert job.resumed(1) > at and job.repeated(1) in (0, 1), job.story()
 
 
-@pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine")
+@pytest.mark.skipif(not cgroups.are_possible(), reason="no writable memory cgroup (v1) on this machine")
 def test_agent_ended_for_want_of_memory(lite: Lite) -> None:
     """The kernel ends the agent at the limit of its cgroup: sealing begins again, and what is sealed then is held."""
     job = lite()
@@ -96,7 +96,7 @@ def test_agent_ended_for_want_of_memory(lite: Lite) -> None:
     job.reach(at + 5)
     assert len(launches(job)) == 1 and not job.refused(), job.story()
     assert "died (status 9, death 1)" in job.agent_log(node), job.story()
-    job.cluster.power_off(job.hosts()[2])
+    job.cluster.cut_power(job.hosts()[2])
     job.finish()
     assert job.resumed(1) > at and job.repeated(1) in (0, 1), job.story()
 
@@ -113,7 +113,7 @@ def test_agent_stopped_for_a_while_is_not_fenced(lite: Lite) -> None:
     job.reach(at + 5)
     job.finish()
     assert job.slurm()["Restarts"] == "0"
-    states = job.cluster.node_states()
+    states = job.cluster.read_node_states()
     assert all("drain" not in s and "down" not in s for s in states.values()), states
 
 
@@ -136,7 +136,7 @@ def memfds(job: LiteJob, node: str, rank: int) -> list[Path]:
             lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
             same = lines["NSpid"].split()[-1] == str(inner)
             root = os.readlink(status.parent / "ns" / "pid")
-            mine = os.readlink(f"/proc/{job.cluster.node_pid(node)}/ns/pid")
+            mine = os.readlink(f"/proc/{job.cluster.find_node_pid(node)}/ns/pid")
         except (OSError, KeyError):
             continue
         if same and root == mine:
@@ -160,7 +160,7 @@ def test_flipped_byte_in_a_survivors_memory(lite: Lite) -> None:
     job = lite(replicas=3, nodes=3)
     job.reach(10)
     hosts = job.hosts()
-    job.cluster.power_off(hosts[1])
+    job.cluster.cut_power(hosts[1])
     until(lambda: job.state in ("COMPLETING", "PENDING"), 30, what="step ended")
     paths = memfds(job, hosts[0], 1)
     assert len(paths) == 2, paths
@@ -176,9 +176,9 @@ def test_second_failure_before_the_first_new_seal(lite: Lite) -> None:
     job = lite(nodes=4, pause_s=1.5, steps=14)
     job.reach(4)
     hosts = job.hosts()
-    job.cluster.power_off(hosts[1])
+    job.cluster.cut_power(hosts[1])
     job.reach(1, "resumed", 60, 1)
-    job.cluster.power_off(hosts[3])
+    job.cluster.cut_power(hosts[3])
     job.finish(120)
     assert job.resumed(2) >= job.resumed(1) > 0 and job.repeated(2) in (0, 1), job.story()
 
@@ -210,8 +210,8 @@ def test_hung_agent_is_replaced_by_the_next_incarnation(lite: Lite) -> None:
 
 @pytest.mark.witness("a controller that is away stops no training")
 def test_unreachable_controller_never_stops_training(lite: Lite, cluster: Cluster) -> None:
-    cluster.controller_stop(signal.SIGKILL)
+    cluster.stop_controller(signal.SIGKILL)
     job = lite()
     job.reach(5)
     job.finish()
-    cluster.controller_start()
+    cluster.start_controller()

@@ -43,7 +43,7 @@ def down(job: LiteJob, node: str) -> bool:
 def test_a_spare_takes_a_lost_nodes_place_and_then_there_is_none(lite: Lite) -> None:
     job = protected(lite)
     n1, second, third, spare = job.hosts()
-    job.cluster.power_off(second)
+    job.cluster.cut_power(second)
     wait_for(job, f"{job.id}.0+1")
     assert job.slurm()["Restarts"] == "0" and job.state == "RUNNING", job.story()
     until(lambda: down(job, second), 20, what="the lost node is fenced all the same")
@@ -51,7 +51,7 @@ def test_a_spare_takes_a_lost_nodes_place_and_then_there_is_none(lite: Lite) -> 
     names = [e["name"] for e in job.events()]
     assert "without" in names and "goes_on" in names and "sent_back" not in names, names
 
-    job.cluster.power_off(third)
+    job.cluster.cut_power(third)
     until(lambda: job.slurm().get("Restarts") == "1", 45, what=f"requeued\n{job.story()}")
     job.finish(120)
     assert not {second, third} & set(job.hosts()) and job.resumed(1) > 10 and job.repeated(1) in (0, 1), job.story()
@@ -84,7 +84,7 @@ def test_nodes_are_left_and_no_step_is_repeated(lite: Lite) -> None:
 def test_the_spare_itself_is_lost(lite: Lite) -> None:
     job = protected(lite)
     spare = job.hosts()[3]
-    job.cluster.power_off(spare)
+    job.cluster.cut_power(spare)
     wait_for(job, f"{job.id}.0+1")
     until(lambda: down(job, spare), 20, what="the lost node is fenced all the same")
     job.finish(60)

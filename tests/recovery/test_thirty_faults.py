@@ -118,7 +118,7 @@ def end_step(job: LiteJob, _: random.Random) -> str:
 def cut_node(job: LiteJob, chance: random.Random) -> str:
     node = place(job, chance)["node"]
     batch = " (with the batch script)" if node == job.hosts()[0] else ""
-    job.cluster.power_off(node)
+    job.cluster.cut_power(node)
     return f"power cut of {node}{batch}"
 
 
@@ -143,7 +143,7 @@ def repair(job: LiteJob) -> None:
     for node in cluster.node_names:
         if not cluster.is_on(node):
             until(lambda: node in job.refused(), TOLD_S, what=f"{node} is down")  # noqa: B023
-            cluster.power_on(node)
+            cluster.restore_power(node)
     for node in job.refused():
         cluster.resume(node)
 
@@ -185,10 +185,10 @@ def suffer(job: LiteJob, chance: random.Random) -> tuple[list[str], int]:
 
 
 def test_thirty_faults() -> None:
-    if why := cgroups.untracked():
+    if why := cgroups.find_tracking_problem():
         pytest.skip(f"`up` says so: {why}")
     settings: dict[str, int | str | float | bool] = {"fence_budget_nodes": 1000, "fence_budget_user_nodes": 1000}
-    with Cluster.up(f"thirty{os.getpid()}", nodes=7, profile="site", settings=settings) as cluster:
+    with Cluster.bring_up(f"thirty{os.getpid()}", nodes=7, profile="site", settings=settings) as cluster:
         job = LiteJob(
             cluster,
             run="env LITE_SIGNALS=1 gemini-hpc run -- srun --kill-on-bad-exit=1",

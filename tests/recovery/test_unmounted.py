@@ -24,7 +24,7 @@ def test_the_agents_are_found_again_and_the_job_resumes(lite: Lite, cluster: Clu
     until(lambda: len({e["host"] for e in job.events() if e["name"] == "unreachable"}) == 3, 20, 0.2, what="told")
     at = max(line["version"] for line in job.lines("sealed"))
     job.reach(at + 3)  # who is connected is protected as before
-    cluster.power_off(hosts[-1])
+    cluster.cut_power(hosts[-1])
     until(lambda: job.slurm().get("Restarts") == "1", 60, what=f"requeued\n{job.story()}")
     job.reach(at + 4, "step", 60, restart=1)
     for host in hosts[:-1]:
@@ -73,10 +73,10 @@ done
 
 def test_of_steps_that_begin_at_once_each_finds_the_agent(cluster: Cluster) -> None:
     """One of them has the directory made again, and the agent moves in a moment later."""
-    home = cluster.home("alice")
-    job = cluster.sbatch(["-N2", "--exclusive", "--gemini-replicas=2"], script=SCRIPT)
-    until(lambda: cluster.job(job)["JobState"] == "RUNNING")
-    host = cluster.job(job)["BatchHost"]
+    home = cluster.locate_home("alice")
+    job = cluster.submit_job(["-N2", "--exclusive", "--gemini-replicas=2"], script=SCRIPT)
+    until(lambda: cluster.read_job(job)["JobState"] == "RUNNING")
+    host = cluster.read_job(job)["BatchHost"]
     until(lambda: cluster.exec(host, ["test", "-e", f"/run/gemini-hpc/{job}/map"]).returncode == 0)
     try:
         for number in range(1, ROUNDS + 1):

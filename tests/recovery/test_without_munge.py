@@ -68,7 +68,7 @@ def test_a_node_is_lost_and_its_job_comes_back(cluster: Cluster) -> None:
         assert told.returncode == 0, told.stderr
         assert len(json.loads(told.stdout)["nodes"]) == 3, told.stdout
     assert asked(cluster, "inspect", str(job.id), user="bob").returncode == 1
-    cluster.power_off(hosts[1])
+    cluster.cut_power(hosts[1])
     job.finish()
     assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
     assert hosts[1] not in job.hosts()
