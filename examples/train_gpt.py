@@ -189,7 +189,7 @@ def train(a: argparse.Namespace, rank: int, world: int, device: torch.device) ->
             dist.all_reduce(total)
         return total.item() / world
 
-    batches = loader.forever()
+    batches = loader.iterate_forever()
     began = time.monotonic() - a.iteration_s
     for step in range(start + 1, a.steps + 1):
         time.sleep(max(0.0, began + a.iteration_s - time.monotonic()))  # stands for a forward pass that takes longer

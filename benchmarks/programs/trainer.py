@@ -325,12 +325,12 @@ class Bench:
         row = area.clone()
         for turn in range(3 * count + 3):
             dist.barrier()
-            job = capture.snapshot(0, b"", False)
+            job = capture.begin_job(0, b"", False)
             tensors = [view for views in job.views for view in views]
             assert all(t.is_contiguous() for t in tensors)
             places = [
                 (to.data_ptr(), t.data_ptr(), t.nbytes)
-                for to, t in zip(capture._target(0, area), tensors, strict=True)
+                for to, t in zip(capture._view_pieces(0, area), tensors, strict=True)
             ]
             how = ("capture", "memcpy", "row")[turn % 3]
             began = time.perf_counter()

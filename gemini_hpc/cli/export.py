@@ -173,7 +173,7 @@ def _write_export(where: str, manifest: VersionManifest, form: str, path: str, o
             "format": "pt",
         }
         with _convert_errors(output):
-            _write_safetensors(full_state.flat(found), path, about)
+            _write_safetensors(full_state.collect_tensors(found), path, about)
     else:
         state = full_state.as_state(found)
         with _convert_errors(output):

@@ -51,7 +51,7 @@ from gemini_hpc.integrations.session import NOTE, StackSession, VersionPart
 from gemini_hpc.train.state import encode
 from gemini_hpc.train.state.full_state import Whole, as_state, put_back
 from gemini_hpc.train.state.restore import MemoryReader, SavedShard
-from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
+from gemini_hpc.train.state.torch_dtypes import find_dtype, name_dtype
 from gemini_hpc.wire.stored import Tier
 
 _VALUES = "values"  # name of the rows that hold encoded values
@@ -184,7 +184,7 @@ def _build_part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: 
             continue
         if key not in number:
             number[key] = len(rows)
-            rows.append(TensorRow(key, dtype_name(data.properties.dtype), tuple(data.size), True, "cpu"))
+            rows.append(TensorRow(key, name_dtype(data.properties.dtype), tuple(data.size), True, "cpu"))
         size, row = tuple(data.chunk.sizes), rows[number[key]]
         if math.prod(size):
             found.append(((number[key], tuple(data.chunk.offsets), size), item))
@@ -204,7 +204,7 @@ def _build_part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: 
             else:
                 value = planner.resolve_data(source)
                 assert isinstance(value, torch.Tensor)
-                target.view(dtype_of(rows[piece.row].dtype)).view(piece.size).copy_(value.detach())
+                target.view(find_dtype(rows[piece.row].dtype)).view(piece.size).copy_(value.detach())
 
     return VersionPart(manifest, store)
 
@@ -259,12 +259,12 @@ class GeminiReader(MemoryReader):
         known = self.metadata.state_dict_metadata
         for saved in shards:
             for row in saved.manifest.rows:
-                key = saved.key(row)
+                key = saved.build_key(row)
                 if row.name == _VALUES:
                     self._objects[key] = partial(self._decode_value, key)
                     known[key] = BytesStorageMetadata()
                 elif key not in known:  # an empty tensor has no piece
-                    known[key] = _describe_whole(torch.empty(row.shape, dtype=dtype_of(row.dtype), device="meta"))
+                    known[key] = _describe_whole(torch.empty(row.shape, dtype=find_dtype(row.dtype), device="meta"))
                 if row.key == NOTE:
                     del known[key], self._objects[key]
         self.metadata.planner_data = {key: path for note in notes for key, path in note.names.items()}
@@ -283,12 +283,12 @@ class GeminiReader(MemoryReader):
 
         Tensors stand where they are, and the small state is available.
         """
-        rows = {saved.key(row): row for saved in shards for row in saved.manifest.rows}
+        rows = {saved.build_key(row): row for saved in shards for row in saved.manifest.rows}
         stand_ins = {
-            key: torch.empty(row.shape, dtype=dtype_of(row.dtype), device="meta") for key, row in rows.items()
+            key: torch.empty(row.shape, dtype=find_dtype(row.dtype), device="meta") for key, row in rows.items()
         }
         keys = {id(tensor): key for key, tensor in stand_ins.items()}
-        whole = Whole(stand_ins, rows, dict(shards[0].manifest.aliases), shards[0].small(enums=False))
+        whole = Whole(stand_ins, rows, dict(shards[0].manifest.aliases), shards[0].decode_small(enums=False))
         put_back(whole)
         flat, self.metadata.planner_data = flatten_state_dict(as_state(whole))
         chunks, known = self.metadata.state_dict_metadata, dict[str, Any]()

@@ -125,9 +125,9 @@ class GeminiCallback(Callback):  # type: ignore[misc]
             )
             return
         self._captured = trainer.global_step  # the step of a checkpoint on disk
-        loader.between_batches(lambda: self._between(trainer))
+        loader.run_between_batches(lambda: self._between(trainer))
         if self._resumed and self.checkpointer is not None:
-            loader.before_next_batch(self.checkpointer.restore_generators)
+            loader.run_before_next_batch(self.checkpointer.restore_generators)
             # A restored loop tests whether validation is due before it reads a batch. It was done already.
             self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
             if loader.dealt_anew:

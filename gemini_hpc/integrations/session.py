@@ -111,13 +111,13 @@ class StackSession:
             return
         client = self._session.require_agent()
         if self._transport is not None:
-            self._transport.joined_anew(client)
+            self._transport.adopt_client(client)
         elif session.world > 1 and session.welcome.replicas > 1:
             self._transport = HostTransport(client, session.name, session.rank, session.homes)
         self._me = RankIdentity(session.name, session.rank, session.world, session.node_rank, session.epoch)
         if self._transport is not None:
             self._group = self._transport.group
-            self._boxes = self._boxes or {rank: self._transport.outbox(rank) for rank in session.outgoing}
+            self._boxes = self._boxes or {rank: self._transport.build_outbox(rank) for rank in session.outgoing}
         elif session.world > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo")
         session.state = "protected"
@@ -418,7 +418,7 @@ class StackSession:
         if self._session.client is None:
             return
         for box in self._boxes.values():
-            box.bye()
+            box.say_goodbye()
         self._session.finish(success=success)
         self.active = False
         self._session.verdict.withdraw()

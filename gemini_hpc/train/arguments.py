@@ -12,7 +12,7 @@ from torch import nn
 from gemini_hpc.client import joining
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state.collectives import TorchRanks
-from gemini_hpc.train.state.optimizers import with_inner
+from gemini_hpc.train.state.optimizers import list_with_inner
 from gemini_hpc.train.state.ownership import Ownership
 from gemini_hpc.train.state.tree import Stateful
 
@@ -68,7 +68,7 @@ def sort_out(
             what = f"{key} is a {type(value).__name__}, which has no state_dict() and load_state_dict()"
             raise TypeError(f"{what}: {_INSTEAD.get(key, 'give it both, or leave it out')}")
         stateful[key] = value
-    return with_inner(optimizers), stateful, modules
+    return list_with_inner(optimizers), stateful, modules
 
 
 def check(

@@ -163,7 +163,7 @@ class SaveEngine:
             return
         assert session.client is not None
         if self.transport is not None:
-            self.transport.joined_anew(session.client)
+            self.transport.adopt_client(session.client)
         elif session.world > 1 and session.welcome.replicas > 1:
             self.transport = HostTransport(
                 session.client, session.name, session.rank, session.homes, self._ranks.group
@@ -173,7 +173,7 @@ class SaveEngine:
                 session.find(odd)
                 session.say_once(odd)
         elif session.world > 1 and self._control_group is None:
-            self._control_group = collectives.own_group(self._ranks.group, _CONTROL_TIMEOUT)
+            self._control_group = collectives.build_own_group(self._ranks.group, _CONTROL_TIMEOUT)
 
     # ---- starting --------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class SaveEngine:
             self.driver = over.drive(self._traffic, me, plan.capture, self.pacer)
             replicates, outboxes = over.replicator, over.outboxes()
         elif transport is not None:
-            outboxes = {rank: transport.outbox(rank) for rank in session.outgoing}
+            outboxes = {rank: transport.build_outbox(rank) for rank in session.outgoing}
         self.replicator = replicates(
             me,
             session.client,
@@ -211,7 +211,7 @@ class SaveEngine:
         if session.redundancy.parity:
             blocks, others = session.redundancy.parity, session.targets[me.rank]
             self._parity = StripeParity(me, session.client, others, session.homes, blocks, lambda: session.version)
-            session.on_rejoin.append(self._parity.again)
+            session.on_rejoin.append(self._parity.register_anew)
         elif over is not None:
             self.receivers = [*over.receivers(me)]
         elif transport is not None:
@@ -219,7 +219,7 @@ class SaveEngine:
                 Reserved(me, session.client, rank, session.homes[rank], session.gate) for rank in session.incoming
             ]
             self.receivers = [*reserved]
-            self.replicator.share(
+            self.replicator.adopt_replicas(
                 [
                     Replica(session.name, session.client, one, session.epoch, self._record_difference)
                     for one in reserved
@@ -323,7 +323,7 @@ class SaveEngine:
         after = [n for n in nodes if n > session.node_rank]
         nearest = tuple([*after, *(n for n in nodes if n < session.node_rank)][: local.MAX_LIVE_NODES])
         if self._rescuer is not None:
-            self._rescuer.lives_on(nearest)
+            self._rescuer.report_live_replicas(nearest)
 
     def _hurry_copy(self, job: CaptureJob) -> None:
         """Hurry the copy of a version. Called from the rescuer's thread."""

@@ -24,7 +24,7 @@ from gemini_hpc.train.state.layout import Draft, Plan, lay_out
 from gemini_hpc.train.state.lifted import LEAST_BYTES
 from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.source import StateChangedError
-from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local
+from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, get_local
 from gemini_hpc.train.uncaptured import Uncaptured
 
 
@@ -137,7 +137,9 @@ class Planning:
         draft = Draft([], [], [], 0)
         if failure is None:
             try:
-                draft = Draft.of(self._tree, leaves, odd, self._session.world, lifting=self._transport != "nccl")
+                draft = Draft.from_tree(
+                    self._tree, leaves, odd, self._session.world, lifting=self._transport != "nccl"
+                )
             except NotGivenError as error:
                 self.skip_not_given(error)
                 ready = False
@@ -190,7 +192,7 @@ class Planning:
         def gather_words(word: bytes) -> list[bytes]:
             return [offer.word for offer in self._exchange_offers(_Offer(word=word), None)]
 
-        if reason := join([local(leaf.tensor) for leaf in leaves], layout, gather_words):
+        if reason := join([get_local(leaf.tensor) for leaf in leaves], layout, gather_words):
             self._session.find(f"transport: {reason}")
             self._session.say_once(f"copies go over host, not over NCCL: {reason}")
 
@@ -283,14 +285,14 @@ class Planning:
             self.replanning.adopt_offers([self.replanning.build_offer()], self._session.version)
 
     def _collect_tensors(self) -> dict[str, torch.Tensor]:
-        leaves, _ = self._tree.leaves()
-        return {leaf.key: local(leaf.tensor) for leaf in leaves}
+        leaves, _ = self._tree.find_leaves()
+        return {leaf.key: get_local(leaf.tensor) for leaf in leaves}
 
     def _offer_anew(self, closely: bool) -> bytes:
         self._draft = None
         try:
-            leaves, odd = self._tree.leaves()
-            self._draft = Draft.of(
+            leaves, odd = self._tree.find_leaves()
+            self._draft = Draft.from_tree(
                 self._tree,
                 [leaf for leaf in leaves if leaf.key not in self.unplanned],
                 odd,
@@ -330,7 +332,7 @@ class Planning:
         plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=self._apart)
         named = plan.alone != self._apart
         if replanning.differed and not named:  # the place of the difference no longer shows: local steps have met
-            apart = self._apart | ownership.printed(gathered)
+            apart = self._apart | ownership.find_fingerprinted(gathered)
             plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=apart)
         replanning.record_reason(plan.alone - self._apart, named=named)
         plan = replace(plan, since=session.version - 1)

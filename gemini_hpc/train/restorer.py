@@ -15,7 +15,7 @@ from gemini_hpc.train import rejecting, start
 from gemini_hpc.train.device.memory import map_copy
 from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.state import restore, rng
-from gemini_hpc.train.state.loader import StatefulLoader, counted_in
+from gemini_hpc.train.state.loader import StatefulLoader, read_loader_units
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.wire import local
@@ -130,7 +130,7 @@ class Restorer:
         session.tell_resumed(began, fetched, len(shards))
         session.tell_closed()
         self._tell_data()
-        self._tell_counts(restore.counts(small, welcome.chosen_world))
+        self._tell_counts(restore.read_saved_units(small, welcome.chosen_world))
         self._tell_begins_anew()
         return session.version
 
@@ -200,7 +200,7 @@ class Restorer:
         self._generators = states
         rng.restore(states)
         if isinstance(self._loader, StatefulLoader):
-            self._loader.before_next_batch(lambda: rng.restore(states))
+            self._loader.run_before_next_batch(lambda: rng.restore(states))
 
     def _tell_data(self) -> None:
         version = self._session.version
@@ -212,7 +212,7 @@ class Restorer:
         """Report in which units another loader's position may count, if they differ now."""
         if self._loader is None or isinstance(self._loader, StatefulLoader):
             return
-        now = {**counted_in(self._loader), "ranks": self._session.world}
+        now = {**read_loader_units(self._loader), "ranks": self._session.world}
         same = {name for name in then if now.get(name, then[name]) == then[name]}
         if differ := [f"{name} {then[name]}, now {now[name]}" for name in then if name not in same]:
             self._session.say_once(
@@ -298,7 +298,7 @@ class Restorer:
         shards = []
         if welcome.chosen_world == self._session.world:
             shards.append(self._fetch(self._session.rank))
-            if restore.enough_alone(shards[0], self._tree):
+            if restore.is_self_sufficient(shards[0], self._tree):
                 return shards
         have = {s.header.rank for s in shards}
         shards += [self._fetch(rank) for rank in range(welcome.chosen_world) if rank not in have]

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.train.state import restore
-from gemini_hpc.train.state.torch_dtypes import dtype_name
-from gemini_hpc.train.state.tree import StateTree, box_of, local
+from gemini_hpc.train.state.torch_dtypes import name_dtype
+from gemini_hpc.train.state.tree import StateTree, compute_local_box, get_local
 
 _DCP = ".metadata"
 _DEEP = 4
@@ -38,7 +38,7 @@ class Started:
         version: Number of the version, 0 if the source has none.
         what: Description in words.
         states: States of the generators, if they are this rank's.
-        counts: See `restore.counts`.
+        counts: See `restore.read_saved_units`.
     """
 
     version: int
@@ -72,16 +72,18 @@ def load(tree: StateTree, path: str, name: str, rank: int, world: int) -> Starte
 
 def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> Started:
     from gemini_hpc.tier.find import find
-    from gemini_hpc.train.state.full_state import opened
+    from gemini_hpc.train.state.full_state import open_shards
 
     damaged: list[str] = []
     where, manifest = find(path, name, passed_over=damaged.append)
-    with opened(where, manifest) as shards:
+    with open_shards(where, manifest) as shards:
         same = manifest.world == world
         own = shards[rank if same else rank % len(shards)]
         small = restore.load(tree, own, shards, rank, same)
     what = "; passed over: ".join([f"version {manifest.stamp[1]} of job {manifest.job}", *damaged])
-    return Started(manifest.stamp[1], what, small["rng"] if same else None, restore.counts(small, manifest.world))
+    return Started(
+        manifest.stamp[1], what, small["rng"] if same else None, restore.read_saved_units(small, manifest.world)
+    )
 
 
 # ---- by name: other programs' checkpoints --------------------------------------------------------------
@@ -141,15 +143,15 @@ def _make_state(tree: StateTree, found: Mapping[tuple[str, str], tuple[tuple[int
     for (owner, name), (shape, dtype) in found.items():
         parameter = params[f"model.{owner}"]
         like = shape == tuple(parameter.shape) and bool(shape)
-        device = local(parameter).device.type if like else "cpu"
+        device = get_local(parameter).device.type if like else "cpu"
         key = f"optimizer.0.model.{owner}.{name}"
-        rows.append(TensorRow(key, dtype_name(dtype), shape, True, device, 0, f"model.{owner}", name, like))
+        rows.append(TensorRow(key, name_dtype(dtype), shape, True, device, 0, f"model.{owner}", name, like))
     restore.make_optimizer_state(tree, rows, _NONE)
 
 
 def _find_targets(tree: StateTree, found: Mapping[tuple[str, str], str]) -> dict[str, torch.Tensor]:
     """Return the optimizer's present tensors by the keys under which the source has them."""
-    leaves, _ = tree.leaves()
+    leaves, _ = tree.find_leaves()
     by = {(leaf.owner.fqn.removeprefix("model."), leaf.name): leaf.tensor for leaf in leaves if leaf.optimizer == 0}
     return {key: by[name] for name, key in found.items() if name in by}
 
@@ -181,7 +183,7 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
         if moments:
             _make_state(tree, sizes)
             targets |= _find_targets(tree, moments)
-        wanted = {key: tensor.detach() for key, tensor in targets.items() if local(tensor).numel()}
+        wanted = {key: tensor.detach() for key, tensor in targets.items() if get_local(tensor).numel()}
         try:
             state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
         # CheckpointException is no Exception: handlers of Exception would miss it
@@ -287,9 +289,9 @@ def _walk_optimizers(value: Any, deep: int) -> Iterable[tuple[Mapping[Any, Any],
 def _fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:
     """Copy this rank's part of a whole tensor."""
     if isinstance(tensor, DTensor):
-        size, offset = box_of(tensor)
+        size, offset = compute_local_box(tensor)
         for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
             saved = saved.narrow(dim, start, length)
-    here = local(tensor)
+    here = get_local(tensor)
     if here.numel():
         here.detach().copy_(saved)

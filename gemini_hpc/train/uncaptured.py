@@ -29,7 +29,7 @@ class Uncaptured:
         with suppress(Exception):  # if the state itself cannot be captured, the first plan reports it
             found += self._describe_handed_out()
         with suppress(Exception):
-            for what, why in self._tree.comm_hooks.left_out().items():
+            for what, why in self._tree.comm_hooks.find_uncaptured().items():
                 if self._is_new(what):
                     found.append(f"{what} is not captured, or only in part, and begins anew after a resume: {why}")
         return found
@@ -71,7 +71,7 @@ class Uncaptured:
         ]
 
     def _describe_handed_out(self) -> Iterator[str]:
-        for where, look in self._tree.handed_out().items():
+        for where, look in self._tree.build_entry_searches().items():
             names: Sequence[str] = ()
             with suppress(Exception):  # an object whose state_dict() raises hands out no loadable state
                 names = look() if where not in self._found else ()

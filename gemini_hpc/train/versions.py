@@ -16,7 +16,7 @@ from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.stillness import Stillness
-from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, local, nothing_deferred
+from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, defers_nothing, get_local
 from gemini_hpc.train.uncaptured import Uncaptured
 
 _TOGETHER = 4  # iterations: while nothing is sealed and versions are skipped, save one version in so many
@@ -77,7 +77,7 @@ class Versions:
             self._tell_unstepped()
             self._stillness.forget()
             return True  # after a lower scale: the scaler skipped the optimizer, in an iteration like any other
-        if self._stillness.broken(local(param.tensor) for param in self._tree.params):
+        if self._stillness.detect_change(get_local(param.tensor) for param in self._tree.params):
             self._unstepped = 0
             self.unseen = not gate.adopt_strange_graph()
             if self.unseen:
@@ -150,7 +150,7 @@ class Versions:
         try:
             complete = self._complete()
             if session.verdict.awaited:
-                leaves, odd = self._tree.leaves()
+                leaves, odd = self._tree.find_leaves()
         except Exception as error:
             failure = error
         moment = engine.controller.read_moment() if engine.controller is not None else Moment(UNKNOWN)
@@ -206,7 +206,7 @@ class Versions:
     def _capture(self, capture: Capture, moment: Moment) -> None:
         session, engine, planning = self._session, self._engine, self._engine.planning
         began, mark = clock.monotonic(), capture.mark()
-        leaves, odd = self._tree.leaves()
+        leaves, odd = self._tree.find_leaves()
         late, misfits = capture.bind(leaves)
         if misfits:
             self._skip_mismatched(misfits)
@@ -222,16 +222,16 @@ class Versions:
             engine.driver.flush_copy()
         if self._skip_if_early():
             return
-        defers = capture.defers if engine.driver is None else nothing_deferred
+        defers = capture.defers if engine.driver is None else defers_nothing
         try:
-            small = self._tree.pack_small(odd, late, session.world, capture.lifted.takes, defers)
+            small = self._tree.pack_small(odd, late, session.world, capture.lifted.has_place, defers)
         except NotGivenError as error:
             planning.skip_not_given(error)
             self._gate.forgone = session.version
             return
         gone = capture.lifted.bind(small.lifted)
         if small.unplanned or late or gone:
-            planning.unlifted |= capture.lifted.missed(small.lifted)
+            planning.unlifted |= capture.lifted.find_missing(small.lifted)
             large = [tensor for name, tensor in small.unplanned.items() if name not in planning.unlifted]
             large += [leaf.tensor for leaf in late if leaf.key not in planning.unplanned]
             planning.want(
@@ -244,7 +244,7 @@ class Versions:
             self._gate.forgone = session.version
             return
         audit = bool(self._audit) and capture.compared % self._audit == 0
-        job = self._gate.job = capture.snapshot(session.version, small.data, audit, small.gaps)
+        job = self._gate.job = capture.begin_job(session.version, small.data, audit, small.gaps)
         job.moment = moment
         self._gate.late = self._crowded = False
         assert engine.replicator is not None and engine.controller is not None

@@ -74,7 +74,7 @@ def store(tier: Path, shards: list[ParsedSlot], job: int = 7, training_name: str
 
 def train(tree: StateTree) -> ParsedSlot:
     """What one process alone leaves of a training, as its checkpointer captures it."""
-    leaves, odd = tree.leaves()
+    leaves, odd = tree.find_leaves()
     described = [tree.describe(leaf, 1)[0] for leaf in leaves]
     boxes = [(number, (0,) * len(row.shape), row.shape) for number, row in enumerate(described)]
     manifest = ShardManifest(
@@ -218,7 +218,7 @@ def test_whatever_can_be_captured_is_loaded_without_running_anything(
     generator = torch.Generator().manual_seed(3)
     state = {**{str(number): value for number, (value, _) in enumerate(VALUES)}, "generator": generator}
     where = version_of(tmp_path / "tier", stateful={"held": Held(state)})
-    monkeypatch.setattr(encode, "_enum_class", lambda name: None)  # this program has not the training's classes
+    monkeypatch.setattr(encode, "_find_enum_class", lambda name: None)  # this program has not the training's classes
     assert export(where, "--format", "torch", "-o", tmp_path / "out") == 0
     found = torch.load(tmp_path / "out", weights_only=True)["stateful"]["held"]
     assert torch.equal(found.pop("generator"), generator.get_state())
@@ -281,8 +281,8 @@ def test_the_names_follow_the_groups(tmp_path: Path) -> None:
     """They are kept from one version to the next, as long as no group has other parameters."""
     net, optimizer = two_groups(1, named=False)
     tree = StateTree(net, [optimizer], {}, {})
-    first = tree.small({})["members"]
-    assert tree.small({})["members"][0] is first[0]
+    first = tree.capture_small({})["members"]
+    assert tree.capture_small({})["members"][0] is first[0]
     groups = optimizer.param_groups
     groups[0]["params"][0], groups[1]["params"][0] = groups[1]["params"][0], groups[0]["params"][0]
     where = store(tmp_path / "tier", [train(tree)])
@@ -332,7 +332,9 @@ def test_what_a_state_dict_leaves_out_is_left_out(tmp_path: Path) -> None:
         both = zip(net.state_dict().values(), again.state_dict().values(), strict=True)
         assert all(torch.equal(a, b) for a, b in both), form
     other = Turned(4)
-    StateTree(other, [torch.optim.SGD(other.parameters())], {}, {"teacher": Turned(5)}).restore_small(tree.small({}))
+    StateTree(other, [torch.optim.SGD(other.parameters())], {}, {"teacher": Turned(5)}).restore_small(
+        tree.capture_small({})
+    )
     for kept, back in zip(net.buffers(), other.buffers(), strict=True):
         assert torch.equal(kept, back)
 

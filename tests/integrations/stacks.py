@@ -358,7 +358,7 @@ def fabric(o: dict[str, Any], log: Log) -> dict[str, Any]:
         None if without(o) else build_checkpointer(fabric, model, optimizer, scheduler, loader, **o.get("kwargs", {}))
     )
     first = ckpt.resume() if ckpt else 0
-    batches = loader.forever()
+    batches = loader.iterate_forever()
     for step in range(first + 1, o["steps"] + 1):
         for micro in range(ACCUMULATE):
             batch = fabric.to_device(next(batches))
@@ -392,7 +392,7 @@ def accelerate(o: dict[str, Any], log: Log) -> dict[str, Any]:
         else build_checkpointer(accelerator, model, optimizer, scheduler, loader, **o.get("kwargs", {}))
     )
     step = ckpt.resume() if ckpt else 0
-    for batch in loader.forever():
+    for batch in loader.iterate_forever():
         with accelerator.accumulate(model):
             loss = loss_of(model(batch["input_ids"]), batch["labels"])
             accelerator.backward(loss)

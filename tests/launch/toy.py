@@ -81,7 +81,7 @@ def train() -> str:
     start = checkpointer.resume()
     say("resumed", step=start, state=checkpointer.report()["state"])
     lost: list[bytes] = []
-    batches = iter(loader.forever()) if loader is not None else None
+    batches = iter(loader.iterate_forever()) if loader is not None else None
     for step in range(start + 1, OPTIONS["steps"] + 1):
         data = torch.full((4, 32), step / 60.0) if batches is None else next(batches)[0]
         loss = model(data).pow(2).mean()

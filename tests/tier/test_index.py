@@ -60,7 +60,7 @@ def shown(where: Path, made: list[slots.Slot]) -> h5py.File:
 def test_a_model_s_buffers_and_tied_names(tmp_path: Path) -> None:
     net = Net()
     tree = StateTree(net, [torch.optim.AdamW(net.parameters())], {}, {"teacher": nn.BatchNorm1d(2)})
-    leaves, odd = tree.leaves()
+    leaves, odd = tree.find_leaves()
     rows = tuple(tree.describe(leaf, 1)[0] for leaf in leaves)
     boxes = [(i, (0,) * len(row.shape), row.shape) for i, row in enumerate(rows)]
     slot = slots.make(0, 1, rows, boxes, small=bytes(tree.pack_small(odd, [], 1).data), aliases=tree.aliases)

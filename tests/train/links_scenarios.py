@@ -126,7 +126,7 @@ def versions(site: Site, plan: list[dict[str, Any]]) -> None:
         box = site.links.outbox(1)
         for number, v in enumerate(plan, 1):
             assert send_version(box, number, v["seed"], v["sizes"], v["ahead"]) == v["accept"]
-        box.bye()
+        box.say_goodbye()
     elif site.rank == 1:
         inbox = site.links.inbox(0)
         for number, v in enumerate(plan, 1):
@@ -190,7 +190,7 @@ def ring(site: Site, count: int) -> None:
     def give() -> None:
         for version in range(1, count + 1):
             assert send_version(box, version, 100 * version + site.rank, sizes, 3) == (version % 3 != 0)
-        box.bye()
+        box.say_goodbye()
 
     def take() -> None:
         for version in range(1, count + 1):
@@ -264,7 +264,7 @@ def interrupted(site: Site, waiting: str) -> None:
         links.interrupt()
         blocked.breaks()
         links.interrupt()
-        for call in (inbox.next, lambda: box.offer(Head(1, 9, 9, (9,))), box.bye):
+        for call in (inbox.next, lambda: box.offer(Head(1, 9, 9, (9,))), box.say_goodbye):
             Doing(call).breaks()
         tell(1)
     elif site.rank == 1:

@@ -431,7 +431,7 @@ def test_fence_lets_weights_be_swapped(job: FakeJob) -> None:
 
 def capture_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Capture, StateTree, torch.Tensor]:
     tree = StateTree(model, [optimizer], {}, {})
-    leaves, _ = tree.leaves()
+    leaves, _ = tree.find_leaves()
     described = [tree.describe(leaf, 1) for leaf in leaves]
     rows, entries = tuple(r for r, _ in described), [e for _, e in described]
     blocks = ownership.deal([entries])[0]
@@ -466,18 +466,18 @@ def pieces(capture: Capture, area: torch.Tensor, key: str) -> torch.Tensor:
 def test_a_version_bump_voids_and_makes_eager() -> None:
     model, optimizer = fresh()
     capture, tree, area = capture_of(model, optimizer)
-    job = capture.snapshot(1, b"", audit=False)
+    job = capture.begin_job(1, b"", audit=False)
     with torch.no_grad():
         model[1].weight.add_(1.0)
     capture.copy(job, 0, area)
-    assert capture.changed(job, 0, area) == ["model.1.weight"]
-    capture.bind(tree.leaves()[0])
-    job = capture.snapshot(2, b"", audit=False)
+    assert capture.find_changed(job, 0, area) == ["model.1.weight"]
+    capture.bind(tree.find_leaves()[0])
+    job = capture.begin_job(2, b"", audit=False)
     wanted = model[1].weight.detach().clone()
     with torch.no_grad():
         model[1].weight.add_(1.0)
     capture.copy(job, 1, area)
-    assert capture.changed(job, 1, area) == []
+    assert capture.find_changed(job, 1, area) == []
     assert torch.equal(pieces(capture, area, "model.1.weight"), wanted)
 
 
@@ -486,18 +486,18 @@ def test_only_the_audit_sees_a_change_through_data() -> None:
     for audit, found in ((False, []), (True, ["model.0.weight"])):
         model, optimizer = fresh()
         capture, _, area = capture_of(model, optimizer)
-        job = capture.snapshot(1, b"", audit=audit)
+        job = capture.begin_job(1, b"", audit=audit)
         model[0].weight.data[7, 123] += 1.0
         capture.copy(job, 0, area)
-        assert capture.changed(job, 0, area) == found
+        assert capture.find_changed(job, 0, area) == found
 
 
 def test_the_audit_at_the_pre_hook() -> None:
     model, optimizer = fresh()
     capture, _, area = capture_of(model, optimizer)
-    job = capture.snapshot(1, b"", audit=True)
+    job = capture.begin_job(1, b"", audit=True)
     capture.copy(job, 0, area)
-    assert capture.changed(job, 0, area) == []
+    assert capture.find_changed(job, 0, area) == []
     optimizer.state[model[0].weight]["exp_avg"].data[0, 0] += 1.0
     assert capture.audit(job) == ["optimizer.0.model.0.weight.exp_avg"]
 
@@ -507,8 +507,8 @@ def test_replaced_tensors_are_found_again() -> None:
     capture, tree, area = capture_of(model, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.state[model[0].weight]["exp_avg"].fill_(7.0)
-    assert capture.bind(tree.leaves()[0]) == ([], {})
-    job = capture.snapshot(1, b"", audit=False)
+    assert capture.bind(tree.find_leaves()[0]) == ([], {})
+    job = capture.begin_job(1, b"", audit=False)
     capture.copy(job, 0, area)
     assert torch.equal(pieces(capture, area, "optimizer.0.model.0.weight.exp_avg"), torch.full((20, 300), 7.0))
 
@@ -533,14 +533,14 @@ def test_what_is_replaced_after_steps_without_a_change_is_found(
     model, optimizer = fresh()
     capture, tree, area = capture_of(model, optimizer)
     for version in (1, 2):
-        capture.bind(tree.leaves()[0])
-        capture.copy(capture.snapshot(version, b"", audit=False), 0, area)
-    assert tree.leaves()[0] is tree.leaves()[0]
+        capture.bind(tree.find_leaves()[0])
+        capture.copy(capture.begin_job(version, b"", audit=False), 0, area)
+    assert tree.find_leaves()[0] is tree.find_leaves()[0]
     change(model, optimizer)
-    assert capture.bind(tree.leaves()[0]) == ([], {})
-    job = capture.snapshot(3, b"", audit=False)
+    assert capture.bind(tree.find_leaves()[0]) == ([], {})
+    job = capture.begin_job(3, b"", audit=False)
     capture.copy(job, 0, area)
-    assert capture.changed(job, 0, area) == []
+    assert capture.find_changed(job, 0, area) == []
     assert torch.equal(pieces(capture, area, "optimizer.0.model.0.weight.exp_avg"), torch.full((20, 300), 7.0))
 
 
@@ -550,12 +550,12 @@ def test_memory_that_is_replaced_before_the_copy_is_copied_as_it_was() -> None:
     capture, tree, area = capture_of(model, optimizer)
     capture.watches_all = True
     for version in (1, 2):
-        capture.bind(tree.leaves()[0])
+        capture.bind(tree.find_leaves()[0])
         before = model[0].bias.detach().clone()
-        job = capture.snapshot(version, b"", audit=version == 2)
+        job = capture.begin_job(version, b"", audit=version == 2)
         model[0].bias.data = before + 1.0
         capture.copy(job, 0, area)
-        assert capture.changed(job, 0, area) == []
+        assert capture.find_changed(job, 0, area) == []
         assert torch.equal(pieces(capture, area, "model.0.bias"), before)
         assert torch.equal(job.memory["model.0.bias"], before), "also for copies of other ranks' shards"
 
@@ -564,13 +564,13 @@ def test_memory_that_is_replaced_and_then_written_voids_the_copy() -> None:
     """As where an evaluation's weights and those of the training change places, and then the average goes on."""
     model, optimizer = fresh()
     capture, tree, area = capture_of(model, optimizer)
-    capture.bind(tree.leaves()[0])
+    capture.bind(tree.find_leaves()[0])
     average = torch.zeros(20)
-    job = capture.snapshot(1, b"", audit=False)
+    job = capture.begin_job(1, b"", audit=False)
     model[0].bias.data, average = average, model[0].bias.data
     average.lerp_(model[0].bias.data, 0.5)
     capture.copy(job, 0, area)
-    assert capture.changed(job, 0, area) == ["model.0.bias"]
+    assert capture.find_changed(job, 0, area) == ["model.0.bias"]
 
 
 def test_state_that_is_no_tensor_is_read_anew_and_may_become_one() -> None:
@@ -578,24 +578,26 @@ def test_state_that_is_no_tensor_is_read_anew_and_may_become_one() -> None:
     tree = StateTree(model, [optimizer], {}, {})
     values = optimizer.state[model[1].bias]
     values["rounds"] = 1
-    before, odd = tree.leaves()
+    before, odd = tree.find_leaves()
     assert odd == {(0, "model.1.bias", "rounds"): 1}
     values["rounds"] = 2
-    again, odd = tree.leaves()
+    again, odd = tree.find_leaves()
     assert again is before and odd == {(0, "model.1.bias", "rounds"): 2}
     values["rounds"] = torch.tensor(3.0)
-    after, odd = tree.leaves()
+    after, odd = tree.find_leaves()
     assert not odd and {leaf.key for leaf in after} - {leaf.key for leaf in before} == {
         "optimizer.0.model.1.bias.rounds"
     }
     values["rounds"] = None
-    assert len(tree.leaves()[0]) == len(before) and tree.leaves()[1] == {(0, "model.1.bias", "rounds"): None}
+    assert len(tree.find_leaves()[0]) == len(before) and tree.find_leaves()[1] == {
+        (0, "model.1.bias", "rounds"): None
+    }
     optimizer.state["turn"] = 5  # type: ignore[index]  # of no parameter
-    assert len(tree.leaves()[0]) == len(before) and tree.leaves()[0] is tree.leaves()[0]
+    assert len(tree.find_leaves()[0]) == len(before) and tree.find_leaves()[0] is tree.find_leaves()[0]
     values["turns"] = values.pop("rounds")
-    assert tree.leaves()[1] == {(0, "model.1.bias", "turns"): None}
+    assert tree.find_leaves()[1] == {(0, "model.1.bias", "turns"): None}
     del optimizer.state[model[1].bias]
-    assert len(tree.leaves()[0]) == len(before) - 3
+    assert len(tree.find_leaves()[0]) == len(before) - 3
 
 
 def test_another_shape_is_noticed() -> None:
@@ -603,10 +605,10 @@ def test_another_shape_is_noticed() -> None:
     capture, tree, _ = capture_of(model, optimizer)
     optimizer.state[model[0].bias]["exp_avg"] = torch.zeros(3)
     name = "optimizer.0.model.0.bias.exp_avg"
-    _, misfits = capture.bind(tree.leaves()[0])
+    _, misfits = capture.bind(tree.find_leaves()[0])
     assert list(misfits) == [name] and "was (20,)" in misfits[name]
     del optimizer.state[model[0].bias]
-    _, misfits = capture.bind(tree.leaves()[0])
+    _, misfits = capture.bind(tree.find_leaves()[0])
     assert "is gone" in misfits[name] and len(misfits) > 1
 
 

@@ -128,7 +128,7 @@ def with_state(state, bucket):  # type: ignore[no-untyped-def]
 def test_a_state_dict_of_its_own_goes_first() -> None:
     before, after = hooked(Giving(3), with_state), hooked(Giving(0), with_state)
     assert carried(before, after) == [] and after._comm_hooks[0][1].count == 3
-    assert CommHooks([before]).left_out() == {}
+    assert CommHooks([before]).find_uncaptured() == {}
 
 
 def test_a_mapping_is_a_state() -> None:
@@ -139,7 +139,7 @@ def test_a_mapping_is_a_state() -> None:
 def test_what_has_no_state_is_not_looked_at() -> None:
     group = dist.group.WORLD
     plain = [hooked(None, default_hooks.allreduce_hook), hooked(group, default_hooks.fp16_compress_hook)]
-    assert CommHooks(plain).capture() == {} and CommHooks(plain).left_out() == {}
+    assert CommHooks(plain).capture() == {} and CommHooks(plain).find_uncaptured() == {}
 
 
 def test_how_far_post_local_sgd_has_come_comes_back() -> None:
@@ -161,14 +161,14 @@ class Odd:
 
 def test_what_cannot_be_captured_is_named() -> None:
     hooks = CommHooks([hooked(Odd(), with_state)])
-    assert hooks.left_out() == {"the state of a communication hook (Odd)": "its handle is a object"}
+    assert hooks.find_uncaptured() == {"the state of a communication hook (Odd)": "its handle is a object"}
     assert hooks.capture()["0.0"]["values"] == {"count": 3}
 
 
 def test_buckets_that_are_built_anew_are_no_place_for_it() -> None:
     hooks = CommHooks([hooked(powersgd(), static_graph=True)])
-    assert hooks.capture() == {} and "builds its buckets anew" in next(iter(hooks.left_out().values()))
-    assert CommHooks([hooked(powersgd(), find_unused_parameters=True)]).left_out() == {}
+    assert hooks.capture() == {} and "builds its buckets anew" in next(iter(hooks.find_uncaptured().values()))
+    assert CommHooks([hooked(powersgd(), find_unused_parameters=True)]).find_uncaptured() == {}
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def train(seed: int, stop: int) -> tuple[int, list[str], dict[str, Any]]:
     losses = []
     with gemini.Checkpointer(model, optimizer, loader=loader, extra={"history": history}, audit=1) as ckpt:
         first = ckpt.resume()
-        batches = loader.forever()
+        batches = loader.iterate_forever()
         for step in range(first + 1, stop + 1):
             optimizer.zero_grad()
             loss = model(next(batches)).square().mean()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from gemini_hpc.format.dtypes import ITEM_BYTES
-from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
+from gemini_hpc.train.state.torch_dtypes import find_dtype, name_dtype
 
 
 def test_every_dense_dtype_of_torch_is_known_with_its_size() -> None:
     found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    dense = {dtype_name(dtype): dtype.itemsize for dtype in found if not dtype_name(dtype).startswith(("q", "quint"))}
+    dense = {name_dtype(dtype): dtype.itemsize for dtype in found if not name_dtype(dtype).startswith(("q", "quint"))}
     assert dense.items() <= ITEM_BYTES.items(), dense.items() - ITEM_BYTES.items()
-    assert all(dtype_name(dtype_of(name)) == name for name in dense)
+    assert all(name_dtype(find_dtype(name)) == name for name in dense)

@@ -177,23 +177,25 @@ def _tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 )
 def test_what_only_a_modules_own_state_dict_has_is_found(kind: Callable[[], nn.Module], named: list[str]) -> None:
     model = nn.Sequential(nn.Linear(3, 2), kind())
-    assert tree_of(model).handed_out()["model"]() == named
+    assert tree_of(model).build_entry_searches()["model"]() == named
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_usual_model_hands_out_nothing_else(wrapped: bool) -> None:
     model: Any = nn.Sequential(nn.BatchNorm1d(3), nn.utils.spectral_norm(nn.Linear(3, 2)), Scaled(2))
     found = tree_of(torch.compile(model) if wrapped else model)
-    assert not any(look() for look in found.handed_out().values())
+    assert not any(look() for look in found.build_entry_searches().values())
 
 
 def test_what_only_an_optimizers_own_state_dict_has_is_found() -> None:
     model = nn.Linear(3, 2)
     optimizer = Twofold(model.parameters(), lr=0.1, momentum=0.9)
-    assert not tree_of(model, optimizer).handed_out()["optimizer 0 (Twofold)"](), "it may have to step for that"
+    assert not tree_of(model, optimizer).build_entry_searches()["optimizer 0 (Twofold)"](), (
+        "it may have to step for that"
+    )
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    assert tree_of(model, optimizer).handed_out()["optimizer 0 (Twofold)"]() == ["count"]
+    assert tree_of(model, optimizer).build_entry_searches()["optimizer 0 (Twofold)"]() == ["count"]
 
 
 def test_it_is_told_once_at_construction(job: FakeJob, capfd: Told) -> None:

@@ -94,7 +94,7 @@ def train(seed: int, stop: int, *, requantize_at: int = 0, make: Callable[[], Pa
             if step == first + 1:
                 wait_armed(ckpt)
         capture = ckpt._engine.planning.capture
-        still = capture.unchanged(stop - 1) if capture is not None else frozenset()
+        still = capture.find_unchanged(stop - 1) if capture is not None else frozenset()
         rows = [capture.manifest.rows[capture.manifest.pieces[n].row].key for n in sorted(still)] if capture else []
         return first, losses, ckpt.report(), rows
 
@@ -155,22 +155,22 @@ def tree_of(model: nn.Module) -> StateTree:
 def test_scales_that_the_module_has() -> None:
     """FSDP2 puts a parameter of its own into the place, and bitsandbytes' module keeps the rest."""
     model = Packed()
-    names = [leaf.key for leaf in tree_of(model).leaves()[0]]
+    names = [leaf.key for leaf in tree_of(model).find_leaves()[0]]
     assert "model.weight.quant_state.state2.absmax" in names
     state, model.weight = model.state, nn.Parameter(model.weight.data, requires_grad=False)  # type: ignore[assignment]
-    assert not any("quant_state" in leaf.key for leaf in tree_of(model).leaves()[0])
+    assert not any("quant_state" in leaf.key for leaf in tree_of(model).find_leaves()[0])
     model.quant_state = state  # type: ignore[assignment]
-    assert [leaf.key for leaf in tree_of(model).leaves()[0]] == names
+    assert [leaf.key for leaf in tree_of(model).find_leaves()[0]] == names
 
 
 def test_weights_that_are_quantized_after_the_construction() -> None:
     model = Packed()
     state, model.weight.quant_state = model.state, None
     tree = tree_of(model)
-    leaves = tree.leaves()[0]
-    assert tree.leaves()[0] is leaves and not any("quant_state" in leaf.key for leaf in leaves)
+    leaves = tree.find_leaves()[0]
+    assert tree.find_leaves()[0] is leaves and not any("quant_state" in leaf.key for leaf in leaves)
     model.weight.quant_state = state
-    assert "model.weight.quant_state.absmax" in [leaf.key for leaf in tree.leaves()[0]]
+    assert "model.weight.quant_state.absmax" in [leaf.key for leaf in tree.find_leaves()[0]]
     state.code = torch.eye(3).to_sparse()
     with pytest.raises(UnsupportedStateError, match=r"model\.weight"):
         tree_of(model)

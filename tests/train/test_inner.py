@@ -38,7 +38,9 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[bytes]:
     found = []
     for values in optimizer.state.values():
         for value in values.values():
-            found += [bits(part) for _, part in inner.parts(value)] if inner.composed(value) else [bits(value)]
+            found += (
+                [bits(part) for _, part in inner.list_parts(value)] if inner.is_composed(value) else [bits(value)]
+            )
     return found
 
 
@@ -74,7 +76,7 @@ def test_quantized_optimizer_states_come_back(
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
         optimizer = getattr(torchao.optim, kind)(model.parameters(), lr=0.01)
         found = run(model, optimizer, 9)
-        quantized = [v for values in optimizer.state.values() for v in values.values() if inner.composed(v)]
+        quantized = [v for values in optimizer.state.values() for v in values.values() if inner.is_composed(v)]
         assert len(quantized) == 4, "both moments of both matrices"
         return found
 
@@ -142,7 +144,7 @@ def test_a_parameter_made_of_tensors_that_are_made_of_tensors(job: FakeJob) -> N
         model = Halves()
         start, losses, _, report = run_plain(model)
         assert report["state"] in PROTECTED, report
-        return start, losses, [part.sum().item().hex() for _, part in inner.parts(model.pair)]
+        return start, losses, [part.sum().item().hex() for _, part in inner.list_parts(model.pair)]
 
     def run_plain(model: Halves) -> tuple[int, list[str], list[bytes], Any]:
         optimizer = torch.optim.Adam([model.scale], lr=0.05)
@@ -172,21 +174,21 @@ def test_a_parameter_made_of_tensors_that_are_made_of_tensors(job: FakeJob) -> N
 def test_names_of_the_parts() -> None:
     model = Halves()
     tree = StateTree(model, [torch.optim.SGD([model.scale], lr=0.1)], {}, {})
-    leaves, _ = tree.leaves()
+    leaves, _ = tree.find_leaves()
     assert [leaf.key for leaf in leaves] == ["model.scale", "model.pair.a", "model.pair.b.a", "model.pair.b.b"]
-    assert tree.leaves()[0] is leaves, "nothing was replaced"
+    assert tree.find_leaves()[0] is leaves, "nothing was replaced"
     model.pair.b.a = torch.rand(64)
-    again, _ = tree.leaves()
+    again, _ = tree.find_leaves()
     assert again is not leaves and again[2].tensor is model.pair.b.a
 
 
 def test_a_recipe_makes_the_same_again() -> None:
     pair = TwoTensor(torch.rand(3), TwoTensor(torch.rand(3), torch.rand(3)))
-    made, parts = inner.recipe(pair), dict(inner.parts(pair))
-    assert list(inner.paths(made)) == list(parts) == ["a", "b.a", "b.b"]
-    again = inner.make(made, parts.__getitem__, torch.zeros(3))
-    assert inner.recipe(again) == made and all(
-        a is b for (_, a), b in zip(inner.parts(again), parts.values(), strict=True)
+    made, parts = inner.build_recipe(pair), dict(inner.list_parts(pair))
+    assert list(inner.list_paths(made)) == list(parts) == ["a", "b.a", "b.b"]
+    again = inner.build_tensor(made, parts.__getitem__, torch.zeros(3))
+    assert inner.build_recipe(again) == made and all(
+        a is b for (_, a), b in zip(inner.list_parts(again), parts.values(), strict=True)
     )
 
 
@@ -207,14 +209,14 @@ def test_saved_state_names_only_classes_of_such_tensors_that_are_imported(name: 
     before = set(sys.modules)
     recipe = {"class": name, "about": None, "inner": {}, "size": (3,), "stride": (1,), "sharded": False}
     with pytest.raises(ValueError, match="which this script has not imported"):
-        inner.make(recipe, lambda path: torch.zeros(3), torch.zeros(3))
+        inner.build_tensor(recipe, lambda path: torch.zeros(3), torch.zeros(3))
     assert set(sys.modules) == before
 
 
 def test_what_cannot_be_made_again_is_told() -> None:
-    made = inner.recipe(TwoTensor(torch.rand(3), torch.rand(3)))
+    made = inner.build_recipe(TwoTensor(torch.rand(3), torch.rand(3)))
     with pytest.raises(ValueError, match="TwoTensor from its parts: AssertionError"):
-        inner.make({**made, "about": "else"}, lambda path: torch.zeros(3), torch.zeros(3))
+        inner.build_tensor({**made, "about": "else"}, lambda path: torch.zeros(3), torch.zeros(3))
 
 
 def test_a_parameter_of_another_kind_is_told(job: FakeJob) -> None:
@@ -225,10 +227,10 @@ def test_a_parameter_of_another_kind_is_told(job: FakeJob) -> None:
 
     model = Halves()
     tree = StateTree(model, [torch.optim.SGD([model.scale], lr=0.1)], {}, {})
-    _, odd = tree.leaves()
-    small = tree.small(odd)
+    _, odd = tree.find_leaves()
+    small = tree.capture_small(odd)
     model.pair = nn.Parameter(Other(torch.rand(64), TwoTensor(torch.rand(64), torch.rand(64))), requires_grad=False)
-    tree.leaves()
+    tree.find_leaves()
     with pytest.raises(ValueError, match=r"model.pair was a .*TwoTensor of another kind than it is here"):
         tree.restore_small(small)
 

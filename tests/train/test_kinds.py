@@ -44,9 +44,9 @@ def test_a_part_of_a_dtensor_comes_back_where_something_is_like_it() -> None:
     assert sharded.has_parts({"a": (again,)}) and not sharded.has_parts({"a": [torch.ones(3)]})
     assert (again.shape, again.placements, again.tensor.tolist()) == ((6,), part.placements, [1.0] * 3)
     with pytest.raises(ValueError, match=r"average\['a'\]\[0\] was a DTensor \(6,\) .*nothing here matches it"):
-        sharded.Wholes([]).of({"a": [part]}, {"a": [torch.ones(3)]}, "average")
+        sharded.Wholes([]).rebuild({"a": [part]}, {"a": [torch.ones(3)]}, "average")
     plain = {"a": [torch.ones(3)], "b": (1, {2})}
-    assert sharded.parts(plain) is plain
+    assert sharded.replace_dtensors(plain) is plain
     with pytest.raises(ValueError, match="an invalid part of a DTensor"):
         encode.decode(b"P\x00\x00\x00\x00")
 

@@ -101,9 +101,9 @@ def entries(*keys: str, printed: int = 1) -> list[TensorEntry]:
 
 
 def round_of(sides: list[Divergence], tensors: list[dict[str, torch.Tensor]]) -> bool:
-    words = [side.words(t) for side, t in zip(sides, tensors, strict=True)]
+    words = [side.compute_words(t) for side, t in zip(sides, tensors, strict=True)]
     assert {len(w) for w in words} == {sides[0].count}
-    return Divergence.differs([max(column) for column in zip(*words, strict=True)])
+    return Divergence.shows_difference([max(column) for column in zip(*words, strict=True)])
 
 
 def test_each_group_of_ranks_is_compared_within_itself() -> None:
@@ -116,7 +116,7 @@ def test_each_group_of_ranks_is_compared_within_itself() -> None:
     state[3] = {"c": torch.tensor([0.0, 0.0, 0.0, 1.0])}
     assert not round_of(sides, state), "a round says what was seen when the one before began"
     assert round_of(sides, state)
-    assert not Divergence.differs([]) and sides[0].count == 4
+    assert not Divergence.shows_difference([]) and sides[0].count == 4
 
 
 def test_more_groups_than_a_round_has_room_for_take_turns() -> None:
@@ -141,7 +141,7 @@ def test_what_is_lifted_is_put_back() -> None:
         "loose": [{}],
     }
     lift = lifted.Lift(lambda name, tensor: not name.endswith(".1"))
-    without = lift.out_of(small)
+    without = lift.lift_tensors(small)
     assert sorted(lift.found) == [
         "model.x", "odd.0.model.w.history.0", "stateful.average.part", "stateful.average.shadow.0",
     ]  # fmt: skip
@@ -149,8 +149,8 @@ def test_what_is_lifted_is_put_back() -> None:
     assert without["rng"] is small["rng"] and without["loose"] is small["loose"]
     decoded = encode.decode(encode.encode(without))
     loaded = {}
-    for each in lifted.all_in(decoded):
-        loaded[each.key] = lifted.room_for(each).copy_(lift.found[each.key])
+    for each in lifted.list_lifted(decoded):
+        loaded[each.key] = lifted.allocate_tensor(each).copy_(lift.found[each.key])
     back = lifted.put_back(decoded, loaded)
     assert encode.encode(back) == encode.encode(small)
     assert [row.key for row, _ in small_state.buffers(encode.encode(without))] == ["model.few"]
@@ -184,7 +184,7 @@ def test_a_word_about_a_tensor_elsewhere_that_is_none_is_refused(words: tuple[An
 )
 def test_what_cannot_be_captured_as_bytes_is_left_alone(odd: torch.Tensor) -> None:
     lift = lifted.Lift(lambda name, tensor: True)
-    assert lift.out_of({"buffers": {"x": odd}})["buffers"]["x"] is odd and not lift.found
+    assert lift.lift_tensors({"buffers": {"x": odd}})["buffers"]["x"] is odd and not lift.found
 
 
 @pytest.mark.slow

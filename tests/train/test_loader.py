@@ -33,7 +33,7 @@ class Squares(Dataset[Any]):
 
 
 def take(loader: StatefulLoader, count: int) -> list[list[int]]:
-    return [batch.tolist() for batch in itertools.islice(loader.forever(), count)]
+    return [batch.tolist() for batch in itertools.islice(loader.iterate_forever(), count)]
 
 
 @given(st.integers(5, 40), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.integers(0, 30), st.integers(0, 5))
@@ -150,7 +150,7 @@ def test_workers_prefetch_does_not_count() -> None:
 
     whole = take(make(0), 24)
     loader = make(1)
-    stream = loader.forever()
+    stream = loader.iterate_forever()
     assert [next(stream).tolist() for _ in range(9)] == whole[:9]
     state = loader.state_dict()
     assert state["batches"] == 9
@@ -177,15 +177,15 @@ class Drawing(Squares):
 def test_what_makes_a_batch_draws_from_the_restored_generators() -> None:
     """Without workers the batch is made in this process, after what step() has captured."""
     loader = StatefulLoader(Drawing(12), 2, seed=3)
-    batches = loader.forever()
+    batches = loader.iterate_forever()
     next(batches)
     position, states = loader.state_dict(), rng.capture()
     wanted = [(next(batches).tolist(), torch.rand(2).tolist()) for _ in range(3)]
     again = StatefulLoader(Drawing(12), 2, seed=3)
     again.load_state_dict(position)
     torch.rand(5)
-    again.before_next_batch(lambda: rng.restore(states))
-    batches = again.forever()
+    again.run_before_next_batch(lambda: rng.restore(states))
+    batches = again.iterate_forever()
     assert [(next(batches).tolist(), torch.rand(2).tolist()) for _ in range(3)] == wanted
 
 
@@ -249,7 +249,7 @@ def test_between_batches_the_position_is_that_of_what_is_done(workers: int) -> N
     """Also where nobody asks for what comes after an epoch's last batch before the next epoch begins."""
     loader = StatefulLoader(Squares(12), 4, seed=3, num_workers=workers)
     seen: list[tuple[int, int]] = []
-    loader.between_batches(lambda: seen.append((loader.state_dict()["epoch"], loader.state_dict()["batches"])))
+    loader.run_between_batches(lambda: seen.append((loader.state_dict()["epoch"], loader.state_dict()["batches"])))
     for _ in range(2):
         list(itertools.islice(loader, 3))
     assert seen == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]

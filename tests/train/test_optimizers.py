@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
-from gemini_hpc.train.state.optimizers import with_inner
+from gemini_hpc.train.state.optimizers import list_with_inner
 
 from .fake_agent import FakeJob
 from .launch import Run, train
@@ -62,10 +62,10 @@ def test_what_works_inside_is_found() -> None:
     params = [nn.Parameter(torch.ones(2))]
     adam = torch.optim.Adam(params)
     sharing, averaging = Sharing(adam), Averaging(params)
-    assert with_inner([adam]) == [adam]
-    assert with_inner([sharing]) == [sharing], "its state is the inner one's"
-    assert with_inner([averaging, adam]) == [averaging, averaging.base[0], adam]
-    assert with_inner([averaging, averaging.base[0]]) == [averaging, averaging.base[0]]
+    assert list_with_inner([adam]) == [adam]
+    assert list_with_inner([sharing]) == [sharing], "its state is the inner one's"
+    assert list_with_inner([averaging, adam]) == [averaging, averaging.base[0], adam]
+    assert list_with_inner([averaging, averaging.base[0]]) == [averaging, averaging.base[0]]
 
 
 def iterate(

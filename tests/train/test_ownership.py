@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.train.state.ownership import Block, TensorEntry, deal, unequal
+from gemini_hpc.train.state.ownership import Block, TensorEntry, deal, find_unequal
 
 Shape = tuple[int, ...]
 
@@ -43,7 +43,7 @@ def test_every_cell_has_one_keeper(replicated: list[Shape], sharded: list[Shape]
         + [rows(f"s{i}", s, rank, world) for i, s in enumerate(sharded) if s]
         for rank in range(world)
     ]
-    assert not unequal(entries)
+    assert not find_unequal(entries)
     dealt = deal(entries)
     kept: dict[str, list[Shape]] = {}
     for rank, blocks in enumerate(dealt):
@@ -86,7 +86,7 @@ def test_hybrid_shards_are_balanced() -> None:
     """HSDP 2x2: each half is held by two ranks."""
     tensors = gpt(6, 256, 10_001)
     entries = [[rows(k, s, rank % 2, 2) if s else whole(k, s) for k, s in tensors] for rank in range(4)]
-    assert not unequal(entries)
+    assert not find_unequal(entries)
     assert balance(entries) <= 1.05
 
 
@@ -101,8 +101,8 @@ def test_full_ownership_keeps_everything_everywhere() -> None:
 
 
 def test_what_differs_is_recognised() -> None:
-    assert unequal([[whole("a", (3,), 1)], [whole("a", (3,), 2)]]) == {"a"}
-    assert unequal([[whole("a", (3,))], [whole("a", (4,))]]) == {"a"}
-    assert unequal([[TensorEntry("a", (4,), (0,), (2,), 4)], [TensorEntry("a", (4,), (1,), (2,), 4)]]) == {"a"}
-    assert unequal([[TensorEntry("a", (4,), (0,), (2,), 4)], [TensorEntry("a", (4,), (3,), (1,), 4)]]) == {"a"}
-    assert not unequal([[TensorEntry("a", (4,), (0,), (2,), 4)], [TensorEntry("a", (4,), (2,), (2,), 4)]])
+    assert find_unequal([[whole("a", (3,), 1)], [whole("a", (3,), 2)]]) == {"a"}
+    assert find_unequal([[whole("a", (3,))], [whole("a", (4,))]]) == {"a"}
+    assert find_unequal([[TensorEntry("a", (4,), (0,), (2,), 4)], [TensorEntry("a", (4,), (1,), (2,), 4)]]) == {"a"}
+    assert find_unequal([[TensorEntry("a", (4,), (0,), (2,), 4)], [TensorEntry("a", (4,), (3,), (1,), 4)]]) == {"a"}
+    assert not find_unequal([[TensorEntry("a", (4,), (0,), (2,), 4)], [TensorEntry("a", (4,), (2,), (2,), 4)]])

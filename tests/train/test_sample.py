@@ -13,7 +13,7 @@ from torch import nn
 
 import gemini_hpc as gemini
 from gemini_hpc.train.state import capture
-from gemini_hpc.train.state.sample import MOST, Places, Turns, few
+from gemini_hpc.train.state.sample import MOST, Places, Turns, sample_elements
 
 from .fake_agent import FakeJob
 from .test_checkpointer import capture_of, wait_armed, wait_sealed
@@ -42,26 +42,26 @@ def test_a_copy_is_sampled_at_the_same_places(name: str) -> None:
     view = TENSORS[name]()
     flat = view.is_contiguous()
     target = torch.empty(view.shape, dtype=view.dtype).copy_(view)  # contiguous, as in a slot
-    places = Places([few(view, flat=flat)], [0])
-    line = few(target, flat=flat)
+    places = Places([sample_elements(view, flat=flat)], [0])
+    line = sample_elements(target, flat=flat)
     assert line.numel() <= 2 * MOST and (line.numel() > 0) == (view.numel() > 0)
-    assert places.differing(places.read(), [line]) == []
+    assert places.find_differing(places.read(), [line]) == []
     before = places.read()
     view.copy_(torch.ones(view.shape).to(view.dtype))
-    assert places.differing(before, [line]) == [], "what was read is not what is there now"
-    assert places.differing(places.read(), [line]) == ([0] if view.numel() else [])
+    assert places.find_differing(before, [line]) == [], "what was read is not what is there now"
+    assert places.find_differing(places.read(), [line]) == ([0] if view.numel() else [])
 
 
 def test_what_cannot_be_sampled_is_left_out() -> None:
-    assert few(torch.rand(33, dtype=torch.complex64).conj(), flat=True).numel() == 0
+    assert sample_elements(torch.rand(33, dtype=torch.complex64).conj(), flat=True).numel() == 0
 
 
 def test_nothing_is_a_difference_but_bits() -> None:
     """A nan is equal to itself, and zero is not minus zero."""
-    places = Places([few(t, flat=True) for t in (torch.full((9,), torch.nan), torch.zeros(9))], [0, 1])
-    same = [few(t, flat=True) for t in (torch.full((9,), torch.nan), torch.zeros(9))]
-    other = [same[0], few(-torch.zeros(9), flat=True)]
-    assert places.differing(places.read(), same) == [] and places.differing(places.read(), other) == [1]
+    places = Places([sample_elements(t, flat=True) for t in (torch.full((9,), torch.nan), torch.zeros(9))], [0, 1])
+    same = [sample_elements(t, flat=True) for t in (torch.full((9,), torch.nan), torch.zeros(9))]
+    other = [same[0], sample_elements(-torch.zeros(9), flat=True)]
+    assert places.find_differing(places.read(), same) == [] and places.find_differing(places.read(), other) == [1]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -72,18 +72,21 @@ def test_weights_that_are_swapped_through_data_void_the_version(share: float) ->
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
     made, _, area = capture_of(model, optimizer)
-    job = made.snapshot(1, b"", audit=False)
+    job = made.begin_job(1, b"", audit=False)
     for p in model.parameters():
         count = max(1, int(share * p.shape[0]))
         p.data[:count].copy_(p.data[:count] * 0.5)
     made.copy(job, 0, area)
-    assert sorted(made.changed(job, 0, area)) == sorted(f"model.{n}" for n, _ in model.named_parameters())
+    assert sorted(made.find_changed(job, 0, area)) == sorted(f"model.{n}" for n, _ in model.named_parameters())
 
 
 def test_tensors_take_turns() -> None:
-    fews = [few(torch.full((9,), float(number)), flat=True) for number in range(10)]
+    fews = [sample_elements(torch.full((9,), float(number)), flat=True) for number in range(10)]
     turns = Turns(fews, [1, 3, 5, 7, 9], 2)
-    read = [sorted(torch.cat(turns.of(version).read()).view(torch.float32).unique().tolist()) for version in range(4)]
+    read = [
+        sorted(torch.cat(turns.choose_places(version).read()).view(torch.float32).unique().tolist())
+        for version in range(4)
+    ]
     assert read == [[1.0, 7.0], [3.0, 9.0], [5.0], [1.0, 7.0]]
 
 
@@ -96,9 +99,9 @@ def test_turns_go_on_where_only_every_second_version_is_saved() -> None:
     made, _, area = capture_of(model, optimizer)
     turns = []
     for version in (2, 4, 6):
-        job = made.snapshot(version, b"", audit=False)
+        job = made.begin_job(version, b"", audit=False)
         made.copy(job, 0, area)
-        assert made.changed(job, 0, area) == []
+        assert made.find_changed(job, 0, area) == []
         turns.append(job.turn)
     assert turns == [0, 1, 2]
 
@@ -110,11 +113,11 @@ def test_where_most_parameters_were_swapped_all_of_them_are_eager(monkeypatch: p
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     made, _, area = capture_of(model, optimizer)
-    job = made.snapshot(1, b"", audit=False)
+    job = made.begin_job(1, b"", audit=False)
     for p in model.parameters():
         p.data.mul_(0.5)
     made.copy(job, 0, area)
-    assert sorted(made.changed(job, 0, area)) == sorted(f"model.{n}" for n, _ in model.named_parameters())
+    assert sorted(made.find_changed(job, 0, area)) == sorted(f"model.{n}" for n, _ in model.named_parameters())
 
 
 def test_optimizer_tensors_are_sampled_too() -> None:
@@ -123,11 +126,14 @@ def test_optimizer_tensors_are_sampled_too() -> None:
     model(torch.ones(1, 30)).sum().backward()
     optimizer.step()
     made, _, area = capture_of(model, optimizer)
-    job = made.snapshot(1, b"", audit=False)
+    job = made.begin_job(1, b"", audit=False)
     for state in optimizer.state.values():
         state["exp_avg"].data.mul_(0.5)
     made.copy(job, 0, area)
-    assert set(made.changed(job, 0, area)) == {"optimizer.0.model.weight.exp_avg", "optimizer.0.model.bias.exp_avg"}
+    assert set(made.find_changed(job, 0, area)) == {
+        "optimizer.0.model.weight.exp_avg",
+        "optimizer.0.model.bias.exp_avg",
+    }
 
 
 class Ema:

@@ -95,17 +95,17 @@ def test_micro_batches_and_a_scaler_that_skips_are_no_such_thing(job: FakeJob, c
 def test_nobody_looks_for_ever() -> None:
     weights = [nn.Parameter(torch.ones(40)) for _ in range(40)]
     still = Stillness()
-    assert not any(still.broken(weights) for _ in range(50))
+    assert not any(still.detect_change(weights) for _ in range(50))
     weights[0].data.add_(1)
-    assert still.broken(weights) and not still.broken(weights)
+    assert still.detect_change(weights) and not still.detect_change(weights)
     still.forget()
     weights[0].data.add_(1)
-    assert not still.broken(weights), "an optimizer wrote that"
-    assert not any(still.broken(weights) for _ in range(100))
+    assert not still.detect_change(weights), "an optimizer wrote that"
+    assert not any(still.detect_change(weights) for _ in range(100))
     weights[0].data.add_(1)
-    assert not still.broken(weights)
+    assert not still.detect_change(weights)
 
 
 def test_weights_of_other_kinds_are_passed_over() -> None:
     sparse = nn.Parameter(torch.eye(3).to_sparse())
-    assert not Stillness().broken([sparse, nn.Parameter(torch.empty(0)), torch.ones(2)])
+    assert not Stillness().detect_change([sparse, nn.Parameter(torch.empty(0)), torch.ones(2)])

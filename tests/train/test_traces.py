@@ -93,12 +93,12 @@ def test_what_was_captured_and_what_was_restored(job: FakeJob, done: str) -> Non
 def test_what_ranks_compare_stays_resizable() -> None:
     model = Observed()
     tree = StateTree(model, [], {}, {})
-    for leaf in tree.leaves()[0]:
+    for leaf in tree.find_leaves()[0]:
         tree.describe(leaf._replace(owner=leaf.owner._replace(replicated=True)), 2)
     entry = TensorEntry("model.weight", (8, 8), (0, 0), (8, 8), 4, 1)
     compared = Divergence([[entry], [entry]], frozenset(), 0)
     for _ in range(2):
-        compared.words({"model.weight": model.weight})
+        compared.compute_words({"model.weight": model.weight})
     for parameter in model.parameters():
         assert parameter.untyped_storage().resizable()
 
@@ -117,8 +117,8 @@ def test_what_ranks_compare_stays_resizable() -> None:
 def test_host_bytes_are_the_elements_in_order(tensor: torch.Tensor) -> None:
     there = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     wanted = bytes(there.reshape(-1).view(torch.uint8).tolist())
-    assert host_bytes.copied(tensor) == wanted
+    assert host_bytes.copy_bytes(tensor) == wanted
     seen: list[bytes] = []
-    host_bytes.shown(tensor, lambda part: seen.append(bytes(part)))
+    host_bytes.pass_bytes(tensor, lambda part: seen.append(bytes(part)))
     assert b"".join(seen) == wanted
     assert tensor.untyped_storage().resizable()

@@ -306,7 +306,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                tensors += [part for _, part in inner.parts(value)] if inner.composed(value) else [value]
+                tensors += [part for _, part in inner.list_parts(value)] if inner.is_composed(value) else [value]
     return digest_of(tensors)
 
 
@@ -444,7 +444,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     losses: dict[int, str] = {}
     kept: dict[str, bool] = {}
     behind: list[int] = []
-    batches = loader.forever()
+    batches = loader.iterate_forever()
     accumulate = o.get("accumulate", 1)
     log = open(f"{o['log']}.{rank}", "a", buffering=1) if "log" in o else None  # noqa: SIM115
     done = start // accumulate if o.get("micro_steps") else start

@@ -220,7 +220,7 @@ class Driver:
         return Save(version, tensors, own, into)
 
     def _found(self, job: CaptureJob) -> Tensors:
-        views = self._capture.pieces(job)
+        views = self._capture.list_pieces(job)
         known = self._tensors
         if known is None or len(known[0]) != len(views) or any(map(is_not, known[0], views)):
             pieces: list[Piece] = []
@@ -250,7 +250,7 @@ class Driver:
             copies.wait(self._device.get_current_stream().record())
             carried.began = copies.record()
         self._own.gate()
-        carried.void = self._capture.moved(carried.job)
+        carried.void = self._capture.find_moved(carried.job)
 
     def _launching(self, number: int) -> None:
         if not self.problem:

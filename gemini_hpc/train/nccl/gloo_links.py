@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gemini_hpc.train.nccl.messages import REPLIES, MessageInbox, MessageOutbox
-from gemini_hpc.train.state.collectives import own_group
+from gemini_hpc.train.state.collectives import build_own_group
 from gemini_hpc.train.transport.base import LinkBroken
 
 # A receive may rightly wait for as long as an iteration takes, and gloo closes the link when a receive times out.
@@ -79,7 +79,7 @@ class GlooLinks:
         """
         self.interrupted = False
         before = _sockets()
-        up, down = own_group(within, _FOREVER), own_group(within, _FOREVER)
+        up, down = build_own_group(within, _FOREVER), build_own_group(within, _FOREVER)
         self._up: Any = up._get_backend(torch.device("cpu"))
         self._down: Any = down._get_backend(torch.device("cpu"))
         self._rank = up.rank()

@@ -99,9 +99,9 @@ class StreamedReplicator(Replicator):
             return self._skip(job, "larger slots have replaced this version's slot")
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
         self._pacer.copies.append((began, clock.monotonic(), layout.tensor_bytes))
-        changed = carried.void + self._capture.torn(job, grant.index, area)
+        changed = carried.void + self._capture.find_torn(job, grant.index, area)
         if changed:
-            return self._void(job, grant.index, changed)
+            return self._declare_void(job, grant.index, changed)
         stamp = Stamp(self._me.epoch, job.version)
         if not slot.has_manifest:
             slot.put(layout.manifest_offset, self._manifest)
@@ -126,7 +126,7 @@ class StreamedReplicator(Replicator):
             assert isinstance(box, MessageOutbox)
             try:
                 if not box.offer(head):
-                    self._refuse(rank, version)
+                    self._record_refusal(rank, version)
                     self._driver.refused()
                     continue
                 pending = [
@@ -153,8 +153,8 @@ class StreamedReplicator(Replicator):
         self._outstanding.stop()
         return self._outstanding.join(max(0.0, deadline - clock.monotonic()))
 
-    def _head(self, replica: int, version: int, used: int) -> Head:
-        return super()._head(replica, version, used)._replace(sizes=self._pacer.list_chunk_sizes(replica, used))
+    def _build_head(self, replica: int, version: int, used: int) -> Head:
+        return super()._build_head(replica, version, used)._replace(sizes=self._pacer.list_chunk_sizes(replica, used))
 
     def _send_all(self, version: int, slot: TensorSlot, used: int) -> str:
         """Send a version whose tensors do not go over NCCL, in chunks of announced sizes. Return its digest."""
@@ -169,7 +169,7 @@ class StreamedReplicator(Replicator):
                     pacer.wait_for_turn(replica, at, size, outstanding.backlog)
                     outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
                     at += size
-                self._count(used)
+                self._count_sent(used)
                 outstanding.room(1)
                 box.finish(told)
             except LinkBroken as error:

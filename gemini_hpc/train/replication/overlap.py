@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def directory(memory: torch.Tensor) -> tuple[SlotLayout, shard_manifest.ShardManifest]:
+def read_directory(memory: torch.Tensor) -> tuple[SlotLayout, shard_manifest.ShardManifest]:
     """Read the layout and the manifest of a slot.
 
     Args:
@@ -47,7 +47,7 @@ def directory(memory: torch.Tensor) -> tuple[SlotLayout, shard_manifest.ShardMan
     return layout, shard_manifest.unpack(raw, layout.tensor_bytes)
 
 
-def pieces(manifest: shard_manifest.ShardManifest, layout: SlotLayout, own: Mapping[str, Own]) -> list[Piece]:
+def find_pieces(manifest: shard_manifest.ShardManifest, layout: SlotLayout, own: Mapping[str, Own]) -> list[Piece]:
     """Return the manifest's pieces that this rank has.
 
     Args:
@@ -55,11 +55,11 @@ def pieces(manifest: shard_manifest.ShardManifest, layout: SlotLayout, own: Mapp
         layout: The slot's layout.
         own: The tensors that this rank shares with others, by key.
     """
-    found = (_match(manifest, piece, layout, own) for piece in manifest.pieces)
+    found = (_match_piece(manifest, piece, layout, own) for piece in manifest.pieces)
     return [piece for piece in found if piece is not None]
 
 
-def _match(
+def _match_piece(
     manifest: shard_manifest.ShardManifest, piece: shard_manifest.Piece, layout: SlotLayout, own: Mapping[str, Own]
 ) -> Piece | None:
     row = manifest.rows[piece.row]
@@ -72,7 +72,7 @@ def _match(
     return Piece(row.key, offset, piece.size, at, at + manifest.nbytes(piece)) if inside else None
 
 
-def pairs(
+def prepare_pairs(
     wanted: Sequence[Piece], own: Mapping[str, Own], tensors: Mapping[str, torch.Tensor], memory: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the (target, source) tensors of every piece.

@@ -51,20 +51,20 @@ class StripeParity:
         members = len(self._others) + 1
         rooms = (parity.compute_block_bytes(totals[rank], members, self._blocks) for rank, _ in self._others)
         self._bytes = self._blocks * max(rooms)
-        reply, _ = self._client.request(self._wish(), timeout_s=_RESERVE_S)
+        reply, _ = self._client.request(self._build_registration(), timeout_s=_RESERVE_S)
         if not isinstance(reply, local.Slots):
             raise AgentRefused(f"the agent answered a registration of parity with {reply}")
 
-    def again(self, exchange: Exchange) -> None:
+    def register_anew(self, exchange: Exchange) -> None:
         """Register the parity with a new agent, which has nothing of its predecessor's parity.
 
         Other ranks will not send that parity again, nor the parity of the step that they may be ahead. Without the
         registration's `passed` they would wait for that step's version to be sealed.
         """
         if self._bytes:
-            exchange(self._wish(passed=self._step() + 1))
+            exchange(self._build_registration(passed=self._step() + 1))
 
-    def _wish(self, passed: int = 0) -> local.Register:
+    def _build_registration(self, passed: int = 0) -> local.Register:
         me = self._me
         return local.Register(
             training=me.training,

@@ -78,7 +78,7 @@ class Replica:
         shard = self._keeper.shard
         return [*self._keeper.former, *([shard] if shard is not None else [])]
 
-    def pins(self, pin: Callable[[TensorShard], None] | None) -> None:
+    def pin_with(self, pin: Callable[[TensorShard], None] | None) -> None:
         """Set the function that pins memory to which a device copies; None for no pinning."""
         self._pin = pin
 
@@ -94,7 +94,7 @@ class Replica:
     def begin_fill(self, job: CaptureJob, capture: Capture) -> bool:
         """Ask the agent for a slot. Return whether this version is filled here."""
         self._writing = None
-        if self._given_up or not self._own or not self._planned(capture):
+        if self._given_up or not self._own or not self._find_pieces(capture):
             return False
         grants = self._keeper.grants
         message = local.Fill(training=self._training_name, rank=self._keeper.rank, version=job.version)
@@ -111,7 +111,7 @@ class Replica:
             self._writing = _Writing(job.version, reply.slot, grants)
         return self._writing is not None
 
-    def copy(self, job: CaptureJob, capture: Capture) -> float:
+    def copy_pieces(self, job: CaptureJob, capture: Capture) -> float:
         """Fill the slot with this rank's pieces. Return the seconds that the copy took."""
         writing, shard = self._writing, self._shard
         if writing is None or shard is None:
@@ -119,14 +119,14 @@ class Replica:
         try:
             with self._keeper.writing:
                 if self._keeper.grants == writing.grants:
-                    return capture.bring(job, self._bound(job, shard, writing.index))
+                    return capture.bring(job, self._list_pairs(job, shard, writing.index))
                 writing.whole = False  # the memory now belongs to another agent
                 return 0.0
         except (KeyError, ValueError, RuntimeError):  # a tensor has changed its shape or is gone
             writing.whole = False
             return 0.0
 
-    def end(self, job: CaptureJob, *, unchanged: bool) -> None:
+    def end_fill(self, job: CaptureJob, *, unchanged: bool) -> None:
         """Report to the agent the ranges that are filled.
 
         Args:
@@ -147,7 +147,7 @@ class Replica:
 
     # ---- pieces of the shard on this rank ---------------------------------------------------------------------
 
-    def _planned(self, capture: Capture) -> bool:
+    def _find_pieces(self, capture: Capture) -> bool:
         """Return whether the places of this rank's pieces are known and any piece is here.
 
         The places come from a version that has arrived as a whole.
@@ -161,20 +161,20 @@ class Replica:
             known = slot.read_content()
             if known.digest and known.epoch == self._epoch and known.version > self._since:
                 try:
-                    layout, manifest = overlap.directory(slot.bytes)
+                    layout, manifest = overlap.read_directory(slot.bytes)
                 except ValueError:
                     continue
                 if self._shard is not shard and self._pin is not None:
                     shard.populate()
                     self._pin(shard)
                 self._shard, self._eager, self._pairs = shard, len(capture.eager_since), {}
-                here = overlap.pieces(manifest, layout, self._own)
+                here = overlap.find_pieces(manifest, layout, self._own)
                 self._pieces = [piece for piece in here if piece.key not in capture.eager_since]
                 self._places = choose_largest(merge_ranges(((p.at, p.end) for p in self._pieces), overlap.GAP_BYTES))
                 return bool(self._pieces)
         return False
 
-    def _bound(self, job: CaptureJob, shard: TensorShard, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _list_pairs(self, job: CaptureJob, shard: TensorShard, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the (target, source) tensors of every piece.
 
         Raises:
@@ -187,6 +187,6 @@ class Replica:
         known = self._pairs.get(index)
         if known is not None and known[0] == ptrs:
             return known[1]
-        pairs = overlap.pairs(self._pieces, self._own, tensors, shard.slots[index].bytes)
+        pairs = overlap.prepare_pairs(self._pieces, self._own, tensors, shard.slots[index].bytes)
         self._pairs[index] = ptrs, pairs
         return pairs

@@ -23,7 +23,7 @@ from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.state.capture import CaptureJob
-from gemini_hpc.train.state.layout import Plan, small_capacity
+from gemini_hpc.train.state.layout import Plan, choose_small_capacity
 from gemini_hpc.train.transport.base import GrantOutbox, Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
 
@@ -98,11 +98,11 @@ class Replicator(TensorShardOwner):
         self._begun = self._before = 0  # the last version begun, and the one before
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
 
-    def share(self, replicas: Sequence[Replica]) -> None:
+    def adopt_replicas(self, replicas: Sequence[Replica]) -> None:
         """Set the other ranks' shards that this rank fills as far as it can. Call before `start`."""
         self._replicas = replicas
         for replica in replicas:
-            replica.pins(self.pin if self._pins is not None else None)
+            replica.pin_with(self.pin if self._pins is not None else None)
         self._capture.watches_all = bool(replicas) or self._sends_outlines
 
     def pin(self, shard: TensorShard) -> None:
@@ -172,7 +172,7 @@ class Replicator(TensorShardOwner):
                 job.done.set()
         for rank, box in list(self._outboxes.items()):
             try:
-                box.bye()
+                box.say_goodbye()
             except LinkBroken as error:
                 self._drop(rank, error, 0)
 
@@ -214,8 +214,8 @@ class Replicator(TensorShardOwner):
         layout = self._layout
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
         stamp = Stamp(self._me.epoch, job.version)
-        stays = self._capture.unchanged(self._base) if self._base else frozenset()
-        found = [(layout.tensor_offset + a, layout.tensor_offset + b) for a, b in self._capture.ranges(stays)]
+        stays = self._capture.find_unchanged(self._base) if self._base else frozenset()
+        found = [(layout.tensor_offset + a, layout.tensor_offset + b) for a, b in self._capture.list_ranges(stays)]
         if self._base:
             found.append((layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes))
         self._kept = tuple(choose_largest(merge_ranges(found)))
@@ -228,16 +228,16 @@ class Replicator(TensorShardOwner):
             self._capture.clean(area)
         took_s = self._capture.copy(job, slot_index, area, stays)
         replicas = [replica for replica in sharing if replica.begin_fill(job, self._capture)]
-        took_s += sum(replica.copy(job, self._capture) for replica in replicas)
+        took_s += sum(replica.copy_pieces(job, self._capture) for replica in replicas)
         ended = clock.monotonic()
         began = ended - took_s
         self._pacer.copies.append((began, ended, layout.tensor_bytes))
-        changed = self._capture.changed(job, slot_index, area)
+        changed = self._capture.find_changed(job, slot_index, area)
         for replica in replicas:
-            replica.end(job, unchanged=not changed and job.as_it_was())
+            replica.end_fill(job, unchanged=not changed and job.is_untouched())
         self._copied_s = clock.monotonic() - began
         if changed:
-            return self._void(job, slot_index, changed)
+            return self._declare_void(job, slot_index, changed)
         job.left.set()
         if not slot.has_manifest:
             slot.put(layout.manifest_offset, self._manifest)
@@ -267,7 +267,7 @@ class Replicator(TensorShardOwner):
             )
         )
 
-    def _void(self, job: CaptureJob, slot_index: int, changed: Sequence[str]) -> None:
+    def _declare_void(self, job: CaptureJob, slot_index: int, changed: Sequence[str]) -> None:
         """Give the version up, because these tensors changed too early."""
         job.give_up()
         self._abort(job, slot_index)
@@ -346,7 +346,7 @@ class Replicator(TensorShardOwner):
     def _grow(self, small_bytes: int) -> None:
         """Get larger slots, because the small state has outgrown its place."""
         old = self._layout
-        self._enlarge(SlotLayout.plan(old.manifest_bytes, old.tensor_bytes, small_capacity(small_bytes)))
+        self._enlarge(SlotLayout.plan(old.manifest_bytes, old.tensor_bytes, choose_small_capacity(small_bytes)))
 
     def _enlarge(self, layout: SlotLayout) -> None:
         """Get slots of this layout from the agent.
@@ -377,7 +377,7 @@ class Replicator(TensorShardOwner):
             # Not for a link that is broken for good: this may be the version to resume from.
             self._refused, self._bereaved = f"rank {rank} has lost this version", True
 
-    def _refuse(self, rank: int, version: int) -> None:
+    def _record_refusal(self, rank: int, version: int) -> None:
         self._refused = f"rank {rank} could not take this version"
         self._say("refused", version, self._refused)
         self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
@@ -399,13 +399,13 @@ class Replicator(TensorShardOwner):
                 pacer.deliver(replica, total, box)
                 box.finish("")
                 pacer.record_delivery(replica)
-                self._count(total)
+                self._count_sent(total)
             except LinkBroken as error:
                 self._drop(rank, error, version)
             pacer.record_progress()
         return ""
 
-    def _count(self, sent: int) -> None:
+    def _count_sent(self, sent: int) -> None:
         self.counters.sent_bytes += sent
         self._sent.append(sent)
 
@@ -419,15 +419,15 @@ class Replicator(TensorShardOwner):
         self._refused, self._bereaved = None, False
         for replica, (rank, box) in enumerate(list(self._outboxes.items())):
             try:
-                if box.offer(self._head(replica, version, used)):
+                if box.offer(self._build_head(replica, version, used)):
                     accepting.append((replica, rank, box))
                 else:
-                    self._refuse(rank, version)
+                    self._record_refusal(rank, version)
             except LinkBroken as error:
                 self._drop(rank, error, version)
             self._pacer.record_progress()
         return accepting
 
-    def _head(self, replica: int, version: int, used: int) -> Head:
+    def _build_head(self, replica: int, version: int, used: int) -> Head:
         """Return what is offered to the holder of this replica."""
         return Head(version, used, self._layout.total, base=self._base, kept=self._kept)

@@ -61,7 +61,7 @@ class Rescuer:
         """Begin to listen."""
         self._thread.start()
 
-    def lives_on(self, nodes: tuple[int, ...]) -> None:
+    def report_live_replicas(self, nodes: tuple[int, ...]) -> None:
         """Report the nodes whose ranks also have all of this rank's shard, from the next version on."""
         self._nodes = nodes
         if self._sock is not None:
@@ -119,9 +119,9 @@ class Rescuer:
                 sock.send(local.encode(local.Standing(0 if job is None else job.version)))
                 if job is not None:
                     self._at_once(job)
-                    self._standing(sock, job, message.wait_s)
+                    self._serve_job(sock, job, message.wait_s)
 
-    def _standing(self, sock: socket.socket, job: CaptureJob, wait_s: float) -> None:
+    def _serve_job(self, sock: socket.socket, job: CaptureJob, wait_s: float) -> None:
         """Answer the agent's requests about the job until `GoOn`, for at most `wait_s` seconds."""
         deadline = clock.monotonic() + wait_s
         while (left_s := deadline - clock.monotonic()) > 0:
@@ -153,12 +153,12 @@ class Rescuer:
             return f"this rank stands at version {job.version}"
         try:
             memory = torch.frombuffer(mmap.mmap(fds[0], order.bytes), dtype=torch.uint8)
-            layout, manifest = overlap.directory(memory)
+            layout, manifest = overlap.read_directory(memory)
             own, capture = self._own()
-            pieces = overlap.pieces(manifest, layout, own)
+            pieces = overlap.find_pieces(manifest, layout, own)
             if len(pieces) != len(manifest.pieces):
                 return f"{len(manifest.pieces) - len(pieces)} of its {len(manifest.pieces)} pieces are not here"
-            capture.read(job, overlap.pairs(pieces, own, job.memory, memory))
+            capture.read(job, overlap.prepare_pairs(pieces, own, job.memory, memory))
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         return ""

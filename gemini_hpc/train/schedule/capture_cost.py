@@ -73,7 +73,9 @@ def find_dearest(stateful: Mapping[str, Stateful], seconds: float) -> str:
     for name, item in stateful.items():
         began = clock.monotonic()
         with suppress(Exception):  # the user's own state_dict() may raise
-            small = Lift(lambda key, tensor: True).out_of({"stateful": {name: sharded.parts(item.state_dict())}})
+            small = Lift(lambda key, tensor: True).lift_tensors(
+                {"stateful": {name: sharded.replace_dtensors(item.state_dict())}}
+            )
             encode.encode(small)
         took_s[name] = clock.monotonic() - began
     found = max(took_s, key=took_s.__getitem__, default="")

@@ -72,7 +72,7 @@ class Replanning:
 
     def list_words(self) -> list[int]:
         """Return this rank's numbers for a round."""
-        return [self._wanted, *self._divergence.words(self._tensors())]
+        return [self._wanted, *self._divergence.compute_words(self._tensors())]
 
     @property
     def count(self) -> int:
@@ -81,7 +81,7 @@ class Replanning:
 
     def on_round(self, words: Sequence[int]) -> bool:
         """Process the result of a round. Return whether all ranks plan anew."""
-        differs = self.differed = Divergence.differs(words[1:])
+        differs = self.differed = Divergence.shows_difference(words[1:])
         self.closely = words[0] >= CLOSELY
         if not differs and not self.closely:
             self.reason = "tensors have appeared or changed"

@@ -19,18 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 
-def rebuilds(ddp: DistributedDataParallel) -> bool:
+def rebuilds_buckets(ddp: DistributedDataParallel) -> bool:
     """Return whether DDP rebuilds its buckets in a way that `replay` can repeat."""
     return not (ddp.find_unused_parameters or ddp.static_graph or getattr(ddp, "mixed_precision", None) is not None)
 
 
-def _reduced(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+def _list_reduced(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """Return the parameters that DDP reduces, in its order (that of `named_parameters`, each once)."""
     ignored = ddp.parameters_to_ignore
     return [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
 
 
-def _sparse(ddp: DistributedDataParallel) -> set[int]:
+def _find_sparse(ddp: DistributedDataParallel) -> set[int]:
     """Return the ids of the parameters for which DDP expects sparse gradients.
 
     The rule is that of DDP's constructor: the first module that has a parameter decides.
@@ -43,7 +43,7 @@ def _sparse(ddp: DistributedDataParallel) -> set[int]:
     return {number for number, module in first.items() if isinstance(module, kinds) and module.sparse}
 
 
-def _nothing(p: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+def _build_zero_gradient(p: torch.Tensor, *, sparse: bool) -> torch.Tensor:
     """Return a gradient of zeros, or a sparse one without any rows, as an embedding would give it."""
     if not sparse:
         return torch.zeros_like(p)
@@ -57,19 +57,19 @@ class ArrivalOrder:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = ddp
-        self._params = _reduced(ddp)
-        self._sparse = _sparse(ddp)
+        self._params = _list_reduced(ddp)
+        self._sparse = _find_sparse(ddp)
         self._seen: dict[int, None] = {}
         self._order: list[int] = []
         self._hooks: list[RemovableHandle] = []
-        if rebuilds(ddp):
+        if rebuilds_buckets(ddp):
             me = weakref.ref(self)
             self._hooks = [
-                p.register_post_accumulate_grad_hook(partial(_arrived, me, index))  # type: ignore[no-untyped-call]
+                p.register_post_accumulate_grad_hook(partial(_on_arrival, me, index))  # type: ignore[no-untyped-call]
                 for index, p in enumerate(self._params)
             ]
 
-    def _note(self, index: int) -> None:
+    def _record_arrival(self, index: int) -> None:
         if self.ddp.require_backward_grad_sync and not self._order:
             self._seen[index] = None
             if len(self._seen) == len(self._params):
@@ -97,7 +97,7 @@ class ArrivalOrder:
         Returns:
             False where the order does not apply to this module.
         """
-        if not rebuilds(self.ddp) or sorted(order) != list(range(len(self._params))):
+        if not rebuilds_buckets(self.ddp) or sorted(order) != list(range(len(self._params))):
             return False
         self.stop()
         kept = [p.grad for p in self._params]
@@ -107,7 +107,7 @@ class ArrivalOrder:
             self.ddp.reducer.prepare_for_backward([])
             for index in order:
                 p = self._params[index]
-                torch.autograd.backward(p, _nothing(p, sparse=id(p) in self._sparse))
+                torch.autograd.backward(p, _build_zero_gradient(p, sparse=id(p) in self._sparse))
             rebuilt = bool(self.ddp.reducer._rebuild_buckets())
         for p, grad in zip(self._params, kept, strict=True):
             p.grad = grad
@@ -115,7 +115,7 @@ class ArrivalOrder:
         return rebuilt
 
 
-def _arrived(recorder: weakref.ref[ArrivalOrder], index: int, _param: torch.Tensor) -> None:
+def _on_arrival(recorder: weakref.ref[ArrivalOrder], index: int, _param: torch.Tensor) -> None:
     me = recorder()
     if me is not None:
-        me._note(index)
+        me._record_arrival(index)

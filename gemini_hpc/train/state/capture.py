@@ -29,9 +29,9 @@ from gemini_hpc.train.state import host_bytes
 from gemini_hpc.train.state.encode import Gaps
 from gemini_hpc.train.state.lifted import LiftedSources, LiftedTensor
 from gemini_hpc.train.state.ownership import Block, TensorEntry
-from gemini_hpc.train.state.sample import OTHERS, PARAMETERS, Turns, few, same_bits
+from gemini_hpc.train.state.sample import OTHERS, PARAMETERS, Turns, have_same_bits, sample_elements
 from gemini_hpc.train.state.source import TensorSource
-from gemini_hpc.train.state.tree import Leaf, local
+from gemini_hpc.train.state.tree import Leaf, get_local
 
 _TURNS = 32  # one in so many of the pieces not copied again is compared in each version
 _BATCH_BYTES = 1 << 20  # pieces below this go through one _foreach_copy_
@@ -82,12 +82,12 @@ class Bound:
         self._pieces = [number for number, source in enumerate(every) if not source.eager]
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: address, samples of its copies
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether each tensor still has the memory that it had."""
         parts = [whole._local_tensor for whole in self._wholes]
         return all(map(is_, parts, self._parts)) and [t.data_ptr() for t in self._bases] == self._ptrs
 
-    def mark(self, version: int) -> None:
+    def record_changes(self, version: int) -> None:
         """Record for every tensor with which version it changed last.
 
         A version counter without a change proves nothing, except for parameters that are not trained. All other
@@ -103,11 +103,11 @@ class Bound:
             if trained or token != source.token:
                 source.token, source.since = token, version
 
-    def samples(self, turn: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def read_samples(self, turn: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return a few elements of the parameters, and of the optimizer tensors, whose turn it is."""
-        return self._parameters.of(turn).read(), self._others.of(turn).read()
+        return self._parameters.choose_places(turn).read(), self._others.choose_places(turn).read()
 
-    def other(self, job: CaptureJob, index: int, copies: Sequence[torch.Tensor]) -> list[str]:
+    def find_differing(self, job: CaptureJob, index: int, copies: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of tensors whose copies have other elements than the job's samples.
 
         If most of the parameters whose turn it was differ, all parameters were swapped and all are returned.
@@ -121,15 +121,18 @@ class Bound:
         known = self._targets.get(index)
         if known is None or known[0] != where:
             pairs = zip(self._pieces, self._flats, strict=True)
-            known = self._targets[index] = where, [few(copies[number], flat=flat) for number, flat in pairs]
-        parameters, others = self._parameters.of(job.turn), self._others.of(job.turn)
-        found = parameters.differing(job.samples[0], known[1])
+            known = self._targets[index] = (
+                where,
+                [sample_elements(copies[number], flat=flat) for number, flat in pairs],
+            )
+        parameters, others = self._parameters.choose_places(job.turn), self._others.choose_places(job.turn)
+        found = parameters.find_differing(job.samples[0], known[1])
         if 2 * len(found) > parameters.count:
             found = [number for number, source in enumerate(self._owners) if source.parameter]
-        found += others.differing(job.samples[1], known[1])
+        found += others.find_differing(job.samples[1], known[1])
         return [self._owners[number].key for number in found]
 
-    def counts(self) -> list[int]:
+    def read_counts(self) -> list[int]:
         """Return the version counters of all watched tensors."""
         return [tensor._version for tensor in self._watched]
 
@@ -186,7 +189,7 @@ class CaptureJob(VersionTimes):
             self.cancelled = not self.started
             return self.cancelled
 
-    def as_it_was(self) -> bool:
+    def is_untouched(self) -> bool:
         """Return whether no tensor's version counter has changed since step()."""
         return self.all_counts is not None and self.all_counts == [leaf.tensor._version for leaf in self.leaves]
 
@@ -204,7 +207,7 @@ class CaptureJob(VersionTimes):
 def _digest(views: Sequence[torch.Tensor]) -> str:
     hasher = xxhash.xxh3_128()
     for view in views:
-        host_bytes.shown(view, hasher.update)
+        host_bytes.pass_bytes(view, hasher.update)
     return hasher.hexdigest()
 
 
@@ -241,7 +244,7 @@ class Capture:
             offset = tuple(b - e for b, e in zip(block.offset, entry.offset, strict=True))
             source = self._by_key.get(leaf.key)
             if source is None:
-                here = local(leaf.tensor)
+                here = get_local(leaf.tensor)
                 parameter = leaf.optimizer == PARAMETER
                 source = TensorSource(leaf.key, [], number, here.shape, here.dtype, parameter, leaf.may_stay)
                 self._by_key[leaf.key] = source
@@ -255,7 +258,7 @@ class Capture:
             frozenset(row.key for row in rows if row.optimizer == LIFTED and row.shared and manifest.world > 1),
         )
         self._all = [*self._sources, *lifted]  # in the order of the pieces
-        devices = (local(leaf.tensor).device for leaf in leaves)
+        devices = (get_local(leaf.tensor).device for leaf in leaves)
         self.device = next((device for device in devices if device.type == "cuda"), None)
         self._copies = host_copy.create_copies(self.device)
 
@@ -282,7 +285,7 @@ class Capture:
             faults of planned tensors that are gone or have another shape. With faults no version can be captured.
         """
         bound = self._bound
-        if self._leaves is leaves and bound is not None and bound.holds():
+        if self._leaves is leaves and bound is not None and bound.is_current():
             return self._late, {}
         self._leaves = self._bound = None
         found = {leaf.key: leaf.tensor for leaf in leaves}
@@ -292,7 +295,7 @@ class Capture:
             if tensor is None:
                 misfits[source.key] = f"{source.key} is gone from the training state"
                 continue
-            here = local(tensor)
+            here = get_local(tensor)
             if here.data_ptr() != source.ptr or here is not source.base:
                 if not source.fits(here):
                     misfits[source.key] = source.describe_mismatch(here)
@@ -313,45 +316,45 @@ class Capture:
         """Return an event at the present position of the training's device; None without a device."""
         return self._copies.mark() if self._copies is not None else None
 
-    def snapshot(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> CaptureJob:
+    def begin_job(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> CaptureJob:
         """Begin the capture of a version: copy eager tensors now, record the others."""
         with torch.no_grad(), self.lock:
             bound = self._bound
             if bound is None:
                 bound = self._bound = Bound(self._sources)
             for source in bound.eager:
-                source.stage(version, compare=False)
-            bound.mark(version)
+                source.copy_to_staging(version, compare=False)
+            bound.record_changes(version)
             views = [s.staging if s.eager else s.views for s in self._sources] if bound.eager else bound.views
-            lifted, seen = self.lifted.snapshot(version)
+            lifted, seen = self.lifted.prepare_version(version)
             views = [*views, *lifted]
             digests = [_digest(each) for each in views] if audit else None
             turn = self.compared
-            samples = bound.samples(turn)
+            samples = bound.read_samples(turn)
         job = CaptureJob(
-            version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or (), gaps=gaps
+            version, small, views, bound, bound.read_counts(), digests, samples, seen, self._leaves or (), gaps=gaps
         )
         job.turn = turn
         if self.watches_all:
             job.all_counts = [leaf.tensor._version for leaf in job.leaves]
-            job.memory = self._memory_of(job.leaves)
+            job.memory = self._find_local_tensors(job.leaves)
         job.ready = self.mark()
         return job
 
-    def _memory_of(self, leaves: Sequence[Leaf]) -> Mapping[str, torch.Tensor]:
+    def _find_local_tensors(self, leaves: Sequence[Leaf]) -> Mapping[str, torch.Tensor]:
         """Return the local tensor of each leaf, by key.
 
         These tensors keep their memory where the training puts other memory behind a parameter, as encoders that
         follow others do (`p.data = ...`).
         """
-        ptrs = [local(leaf.tensor).data_ptr() for leaf in leaves]
+        ptrs = [get_local(leaf.tensor).data_ptr() for leaf in leaves]
         if self._memory[0] is not leaves or self._memory[1] != ptrs:
-            self._memory = leaves, ptrs, {leaf.key: local(leaf.tensor).detach() for leaf in leaves}
+            self._memory = leaves, ptrs, {leaf.key: get_local(leaf.tensor).detach() for leaf in leaves}
         return self._memory[2]
 
     # ---- called by the copying thread -----------------------------------------------------------------------
 
-    def _target(self, index: int, area: torch.Tensor) -> list[torch.Tensor]:
+    def _view_pieces(self, index: int, area: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the pieces in a slot's tensor area. The views are cached by slot index."""
         kept = self._targets.get(index)
         if kept is not None and kept[0] == area.data_ptr():
@@ -365,7 +368,7 @@ class Capture:
         self._targets[index] = (area.data_ptr(), views)
         return views
 
-    def unchanged(self, base: int) -> frozenset[int]:
+    def find_unchanged(self, base: int) -> frozenset[int]:
         """Return the numbers of the pieces that are the same as in version `base`.
 
         The answer holds while a job has not `left`.
@@ -377,7 +380,7 @@ class Capture:
             for number in range(source.first_piece, source.first_piece + len(source.boxes))
         )
 
-    def ranges(self, pieces: Iterable[int]) -> list[Range]:
+    def list_ranges(self, pieces: Iterable[int]) -> list[Range]:
         """Return the ranges of these pieces in the tensor area."""
         found = (self.manifest.pieces[number] for number in pieces)
         return merge_ranges(((p.at, p.at + self.manifest.nbytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
@@ -394,7 +397,7 @@ class Capture:
         Returns:
             The duration in seconds, see `bring`.
         """
-        targets, pieces = self._target(index, area), enumerate(self.pieces(job))
+        targets, pieces = self._view_pieces(index, area), enumerate(self.list_pieces(job))
         job.unchanged = without
         return self.bring(job, [(targets[number], piece) for number, piece in pieces if number not in without])
 
@@ -465,19 +468,19 @@ class Capture:
         job.lifted = [seen._replace(samples=to) for to, seen in zip(lifted, job.lifted, strict=True)]
         return took_s
 
-    def changed(self, job: CaptureJob, index: int, area: torch.Tensor) -> list[str]:
+    def find_changed(self, job: CaptureJob, index: int, area: torch.Tensor) -> list[str]:
         """Return, after `copy`, the names of tensors whose copy cannot be trusted. Make these eager from now on."""
-        bad = self._moved(job) + self._torn(job, index, area)
+        bad = self._list_moved(job) + self._list_torn(job, index, area)
         return self.make_eager(bad, "changed before its copy was made")
 
-    def moved(self, job: CaptureJob) -> list[str]:
+    def find_moved(self, job: CaptureJob) -> list[str]:
         """Return the names of tensors that have changed since step(), or have other memory, and make these eager.
 
         This is the first check for copies that the device makes later, in order with the work it gets from here on.
         """
-        return self.make_eager(self._moved(job) + self._replaced(job), "changed before its copy was made")
+        return self.make_eager(self._list_moved(job) + self._list_replaced(job), "changed before its copy was made")
 
-    def torn(self, job: CaptureJob, index: int, area: torch.Tensor) -> list[str]:
+    def find_torn(self, job: CaptureJob, index: int, area: torch.Tensor) -> list[str]:
         """Return the names of tensors whose copies by the device differ, and make these eager.
 
         This is the second check, after the device has made the copies. It compares samples and, in an audited
@@ -485,42 +488,42 @@ class Capture:
         """
         if job.ready is not None:
             self._fetch(job)
-        return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
+        return self.make_eager(self._list_torn(job, index, area), "changed before its copy was made")
 
-    def pieces(self, job: CaptureJob) -> list[torch.Tensor]:
+    def list_pieces(self, job: CaptureJob) -> list[torch.Tensor]:
         """Return the job's tensors, in the order of the manifest's pieces."""
         return [view for views in job.views for view in views]
 
-    def _moved(self, job: CaptureJob) -> list[str]:
+    def _list_moved(self, job: CaptureJob) -> list[str]:
         """Return the names of tensors that were written since step().
 
         A tensor that got other memory was copied from its old memory. The old memory is unchanged unless its samples
         differ.
         """
         bound = job.bound
-        counts = bound.counts()
-        lifted = [seen.source.key for seen in job.lifted if seen.moved()]
+        counts = bound.read_counts()
+        lifted = [seen.source.key for seen in job.lifted if seen.has_moved()]
         if counts == job.counts:
             return lifted
         pairs = zip(bound.watch, counts, job.counts, strict=True)
         return lifted + [source.key for (source, _), now, then in pairs if now != then]
 
-    def _replaced(self, job: CaptureJob) -> list[str]:
+    def _list_replaced(self, job: CaptureJob) -> list[str]:
         """Return the names of tensors that have other memory since step()."""
-        if job.bound.holds():
+        if job.bound.is_current():
             return []
         return [
             source.key
             for source in self._sources
             if not source.eager and source.base is not None and source.whole is not None
-            if local(source.whole) is not source.base or source.base.data_ptr() != source.ptr
+            if get_local(source.whole) is not source.base or source.base.data_ptr() != source.ptr
         ]
 
-    def _torn(self, job: CaptureJob, index: int, area: torch.Tensor) -> list[str]:
-        targets = self._target(index, area)
-        bad = job.bound.other(job, index, targets)
-        bad += [seen.source.key for seen in job.lifted if seen.torn(targets)]
-        bad += self._stale(job, targets)
+    def _list_torn(self, job: CaptureJob, index: int, area: torch.Tensor) -> list[str]:
+        targets = self._view_pieces(index, area)
+        bad = job.bound.find_differing(job, index, targets)
+        bad += [seen.source.key for seen in job.lifted if seen.is_torn(targets)]
+        bad += self._list_stale(job, targets)
         if job.digests is not None:
             number = 0
             for source, views, digest in zip(self._all, job.views, job.digests, strict=True):
@@ -531,7 +534,7 @@ class Capture:
         self.compared += 1
         return bad
 
-    def _stale(self, job: CaptureJob, targets: Sequence[torch.Tensor]) -> list[str]:
+    def _list_stale(self, job: CaptureJob, targets: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of uncopied pieces whose copy in the slot is stale.
 
         These pieces were not copied again, because no version counter changed. Some are compared whole in each
@@ -541,11 +544,11 @@ class Capture:
             return []
         turn = job.turn % _TURNS
         owners = [source for source in self._all for _ in source.boxes]
-        pairs = enumerate(self.pieces(job))
+        pairs = enumerate(self.list_pieces(job))
         return [
             owners[number].key
             for number, piece in pairs
-            if number in job.unchanged and number % _TURNS == turn and not same_bits(piece, targets[number])
+            if number in job.unchanged and number % _TURNS == turn and not have_same_bits(piece, targets[number])
         ]
 
     # ---- at the pre-hook -------------------------------------------------------------------------------

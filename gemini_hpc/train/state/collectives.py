@@ -15,13 +15,13 @@ _CPU = torch.device("cpu")
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
-def _default() -> dist.ProcessGroup:
+def _get_default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
+def _choose_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device on which tensors for this group's collectives must be."""
     if _CPU in group._device_types or not torch.cuda.is_available():
         return _CPU
@@ -39,8 +39,8 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
 
     The call is collective, and only the training's main thread may make it.
     """
-    group = group if group is not None else _default()
-    device = _device(group)
+    group = group if group is not None else _get_default_group()
+    device = _choose_device(group)
     lengths = _gather(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
     sizes = [int(n.item()) for n in lengths]
     padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
@@ -52,12 +52,12 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
 
 def gather_word(value: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Return a 64-bit number from every rank, in rank order. The call is collective."""
-    group = group if group is not None else _default()
-    parts = _gather(torch.tensor([value], dtype=torch.int64, device=_device(group)), group)
+    group = group if group is not None else _get_default_group()
+    parts = _gather(torch.tensor([value], dtype=torch.int64, device=_choose_device(group)), group)
     return [int(part.item()) for part in parts]
 
 
-def own_group(within: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
+def build_own_group(within: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
     """Make a gloo group of our own, of the ranks of a group.
 
     The call is collective over these ranks only, and torch.distributed does not know the new group. `dist.new_group`
@@ -67,7 +67,7 @@ def own_group(within: dist.ProcessGroup | None, timeout: timedelta) -> dist.Proc
         within: The group whose ranks take part; None for all ranks.
         timeout: Timeout of the new group's collectives.
     """
-    base = within if within is not None else _default()
+    base = within if within is not None else _get_default_group()
     number = next(_made.setdefault(base, itertools.count()))
     store = PrefixStore(f"gemini/{number}", dist.distributed_c10d._get_process_group_store(base))
     rank, size, kind = base.rank(), base.size(), dist.ProcessGroup.BackendType.GLOO
@@ -90,7 +90,7 @@ class TorchRanks:
         self.group = group
         self.rank, self.world, self.members = 0, 1, [0]
         if dist.is_available() and dist.is_initialized():
-            self.group = group if group is not None else _default()
+            self.group = group if group is not None else _get_default_group()
             self.rank, self.world = self.group.rank(), self.group.size()
             self.members = dist.get_process_group_ranks(self.group)
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_hpc.train.state import encode
-from gemini_hpc.train.state.buckets import rebuilds
+from gemini_hpc.train.state.buckets import rebuilds_buckets
 
 _MADE_ANEW = (dist.ProcessGroup, torch.Stream, torch.Event, nn.Module, type, ModuleType)
 _OF_TORCH = (
@@ -27,13 +27,13 @@ _OF_TORCH = (
 )
 
 
-def _buckets_stay(ddp: DistributedDataParallel) -> bool:
+def _keeps_buckets(ddp: DistributedDataParallel) -> bool:
     """Return whether a resumed run has the buckets of the saved one in its first backward pass."""
     never_rebuilt = ddp.find_unused_parameters and not ddp.static_graph
-    return rebuilds(ddp) or (never_rebuilt and getattr(ddp, "mixed_precision", None) is None)
+    return rebuilds_buckets(ddp) or (never_rebuilt and getattr(ddp, "mixed_precision", None) is None)
 
 
-def _held(ddp: DistributedDataParallel) -> list[Any]:
+def _list_states(ddp: DistributedDataParallel) -> list[Any]:
     """Return the states of a module's hooks, in order; None for a hook without one."""
     found = []
     for hook, state in ddp._comm_hooks:
@@ -43,20 +43,20 @@ def _held(ddp: DistributedDataParallel) -> list[Any]:
     return found
 
 
-def _values(held: Any) -> dict[Any, Any]:
+def _read_values(held: Any) -> dict[Any, Any]:
     """Return an object's attributes, or a mapping's items."""
     if isinstance(held, Mapping):
         return dict(held)
-    slots = [name for kind in type(held).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
+    slots = [name for kind in type(held).__mro__ for name in _list_slots(getattr(kind, "__slots__", ()))]
     found = {name: getattr(held, name) for name in slots if hasattr(held, name)}
     return {**found, **getattr(held, "__dict__", {})}
 
 
-def _listed(slots: Any) -> Sequence[str]:
+def _list_slots(slots: Any) -> Sequence[str]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _out(value: Any) -> Any:
+def _extract_state(value: Any) -> Any:
     """Return a generator's state, and anything else as it is."""
     if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=True)
@@ -65,9 +65,9 @@ def _out(value: Any) -> Any:
     return value.getstate() if isinstance(value, random.Random) else value
 
 
-def _put(held: Any, name: Any, value: Any) -> None:
+def _put_value(held: Any, name: Any, value: Any) -> None:
     """Put a captured value back where it was, a generator's state into the generator."""
-    now = _values(held).get(name)
+    now = _read_values(held).get(name)
     if isinstance(now, np.random.RandomState):
         now.set_state(value)
     elif isinstance(now, np.random.Generator):
@@ -82,19 +82,19 @@ def _put(held: Any, name: Any, value: Any) -> None:
         setattr(held, name, value)
 
 
-def _gives_itself(held: Any) -> bool:
+def _has_state_dict(held: Any) -> bool:
     return hasattr(held, "state_dict") and hasattr(held, "load_state_dict")
 
 
-def _take_back(held: Any, values: Any) -> None:
-    if _gives_itself(held):
+def _put_values(held: Any, values: Any) -> None:
+    if _has_state_dict(held):
         held.load_state_dict(values)
         return
     for key, value in values.items():
-        _put(held, key, value)
+        _put_value(held, key, value)
 
 
-def _class(held: Any) -> str:
+def _name_class(held: Any) -> str:
     return f"{type(held).__module__}.{type(held).__qualname__}"
 
 
@@ -105,69 +105,77 @@ class CommHooks:
         self._ddps = list(ddps)
         self._kept: dict[tuple[str, Any], bool] = {}  # by hook and attribute: can it be captured
 
-    def _hooks(self) -> dict[str, tuple[DistributedDataParallel, Any]]:
+    def _find_hooks(self) -> dict[str, tuple[DistributedDataParallel, Any]]:
         return {
             f"{number}.{position}": (ddp, held)
             for number, ddp in enumerate(self._ddps)
-            for position, held in enumerate(_held(ddp))
+            for position, held in enumerate(_list_states(ddp))
             if held is not None
         }
 
     def capture(self) -> dict[str, Any]:
         """Return the state of each hook that has one."""
         found = {}
-        for name, (ddp, held) in self._hooks().items():
-            if _buckets_stay(ddp):
-                found[name] = {"class": _class(held), "buckets": _buckets(ddp), "values": self._of(name, held)}
+        for name, (ddp, held) in self._find_hooks().items():
+            if _keeps_buckets(ddp):
+                found[name] = {
+                    "class": _name_class(held),
+                    "buckets": _read_bucket_settings(ddp),
+                    "values": self._capture_state(name, held),
+                }
         return found
 
-    def _of(self, name: str, held: Any) -> Any:
-        if _gives_itself(held):
+    def _capture_state(self, name: str, held: Any) -> Any:
+        if _has_state_dict(held):
             return held.state_dict()
-        return {key: _out(value) for key, value in _values(held).items() if self._keeps(name, key, value)}
+        return {
+            key: _extract_state(value)
+            for key, value in _read_values(held).items()
+            if self._can_capture(name, key, value)
+        }
 
-    def _keeps(self, name: str, key: Any, value: Any) -> bool:
+    def _can_capture(self, name: str, key: Any, value: Any) -> bool:
         if callable(value) or isinstance(value, _MADE_ANEW):
             return False
         if (name, key) not in self._kept:
             try:
-                encode.encode(_out(value))
+                encode.encode(_extract_state(value))
                 self._kept[name, key] = True
             except encode.UnknownTypeError:
                 self._kept[name, key] = False
         return self._kept[name, key]
 
-    def left_out(self) -> dict[str, str]:
+    def find_uncaptured(self) -> dict[str, str]:
         """Return the hook states that are not captured, each with the reason."""
         self.capture()
         found = {}
-        for name, (ddp, held) in self._hooks().items():
+        for name, (ddp, held) in self._find_hooks().items():
             what = f"the state of a communication hook ({type(held).__name__})"
             odd = [key for (hook, key), kept in self._kept.items() if hook == name and not kept]
-            if not _buckets_stay(ddp):
+            if not _keeps_buckets(ddp):
                 found[what] = "DDP with static_graph or mixed precision builds its buckets anew after a resume"
             elif odd:
-                found[what] = f"its {odd[0]} is a {type(_values(held)[odd[0]]).__qualname__}"
+                found[what] = f"its {odd[0]} is a {type(_read_values(held)[odd[0]]).__qualname__}"
         return found
 
     def restore(self, saved: Mapping[str, Any], *, same_world: bool) -> list[str]:
         """Put captured state back. Return a sentence for each state that begins anew, with the reason."""
-        left, hooks = [], self._hooks()
+        left, hooks = [], self._find_hooks()
         for name, state in saved.items():
             ddp, held = hooks.get(name, (None, None))
-            if ddp is None or _class(held) != state["class"]:
+            if ddp is None or _name_class(held) != state["class"]:
                 why = "no such hook is registered"
             elif not same_world:
                 why = "it belongs to another number of ranks"
-            elif not _buckets_stay(ddp) or _buckets(ddp) != state["buckets"]:
+            elif not _keeps_buckets(ddp) or _read_bucket_settings(ddp) != state["buckets"]:
                 why = "the buckets of DDP are not those of the saved run"
             else:
-                _take_back(held, state["values"])
+                _put_values(held, state["values"])
                 continue
             left.append(f"the state of a communication hook ({state['class'].rpartition('.')[2]}) begins anew: {why}")
         return left
 
 
-def _buckets(ddp: DistributedDataParallel) -> tuple[int, ...]:
+def _read_bucket_settings(ddp: DistributedDataParallel) -> tuple[int, ...]:
     """Return the settings by which DDP deals parameters into buckets."""
     return ddp.bucket_bytes_cap, *getattr(ddp, "bucket_bytes_cap_list", ())

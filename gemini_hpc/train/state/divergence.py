@@ -18,7 +18,7 @@ import xxhash
 
 from gemini_hpc.train.state import host_bytes
 from gemini_hpc.train.state.ownership import TensorEntry
-from gemini_hpc.train.state.sample import few
+from gemini_hpc.train.state.sample import sample_elements
 
 _GROUPS = 8  # groups of ranks compared in one round
 _TENSORS = 256  # tensors of a group compared in one round
@@ -61,7 +61,7 @@ class Divergence:
         """Return the number of words in a round."""
         return 2 * min(_GROUPS, len(self._groups))
 
-    def words(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    def compute_words(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
         """Return this rank's words for the round that starts now, and sample for the next round.
 
         Each group of ranks has two words. They are equal but for the sign where all its ranks have the same samples.
@@ -69,20 +69,20 @@ class Divergence:
         Args:
             tensors: The present tensors by key, sampled for the next round.
         """
-        said = self._digests()
+        said = self._compute_digests()
         self._sample_tensors(tensors)
         return [word for digest in said for word in ((digest, -digest) if digest else (_NOTHING, _NOTHING))]
 
     def _sample_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._samples, self._device, self._event = [], None, None
         number, self._round = self._round, self._round + 1
-        for ranks, keys in self._turn(number):
+        for ranks, keys in self._choose_groups(number):
             if self._rank not in ranks:
                 self._samples.append(None)
                 continue
             every = -(-len(keys) // _TENSORS)
             mine = [tensors[key] for key in keys[number % every :: every] if key in tensors]
-            lines = [few(tensor, flat=tensor.is_contiguous()) for tensor in mine]
+            lines = [sample_elements(tensor, flat=tensor.is_contiguous()) for tensor in mine]
             self._device = next((line.device for line in lines if line.is_cuda), self._device)
             kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
             for line in lines:
@@ -92,14 +92,14 @@ class Divergence:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(self._device))
 
-    def _turn(self, number: int) -> list[tuple[tuple[int, ...], list[str]]]:
+    def _choose_groups(self, number: int) -> list[tuple[tuple[int, ...], list[str]]]:
         """Return the groups that have their turn in this round."""
         if len(self._groups) <= _GROUPS:
             return self._groups
         first = number * _GROUPS % len(self._groups)
         return (self._groups + self._groups)[first : first + _GROUPS]
 
-    def _digests(self) -> list[int]:
+    def _compute_digests(self) -> list[int]:
         """Return the digests of the last samples, by group; 0 for groups without this rank."""
         if not self._samples:
             return [0] * min(_GROUPS, len(self._groups))
@@ -114,12 +114,12 @@ class Divergence:
                     continue
                 hasher = xxhash.xxh3_64()
                 for sample in samples:
-                    host_bytes.shown(sample, hasher.update)
+                    host_bytes.pass_bytes(sample, hasher.update)
                 found.append(hasher.intdigest() >> 2 | 1)
         return found
 
     @staticmethod
-    def differs(words: Sequence[int]) -> bool:
+    def shows_difference(words: Sequence[int]) -> bool:
         """Return whether the round has found a difference.
 
         Args:

@@ -140,7 +140,7 @@ def decode(data: bytes | memoryview, *, enums: bool = True) -> Any:
     """
     reader = _Reader(memoryview(data), enums)
     try:
-        value = reader.value(0)
+        value = reader.read_value(0)
     except (struct.error, UnicodeError, OverflowError, RuntimeError, TypeError, KeyError) as error:
         raise ValueError(f"encoded state is damaged: {error}") from error
     if reader.at != len(reader.data):
@@ -159,7 +159,7 @@ class _Around(list[bytes]):
         self.deferred: list[tuple[int, torch.Tensor]] = []  # by number of the part
 
 
-def _sized(out: list[bytes], tag: bytes, payload: bytes) -> None:
+def _put_sized(out: list[bytes], tag: bytes, payload: bytes) -> None:
     out.append(tag)
     out.append(_SIZE.pack(len(payload)))
     out.append(payload)
@@ -192,7 +192,7 @@ def _put_set(out: list[bytes], tag: bytes, value: Iterable[Any], count: int, whe
 
 
 def _put_int(out: list[bytes], value: int) -> None:
-    _sized(out, b"i", value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True))
+    _put_sized(out, b"i", value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True))
 
 
 def _put_array(out: list[bytes], tag: bytes, name: str, shape: Iterable[int], payload: bytes) -> None:
@@ -221,7 +221,7 @@ def _put_tensor(out: list[bytes], value: torch.Tensor, where: str) -> None:
         _put_array(out, b"X", str(value.dtype), value.shape, bytes(flat.numel()))
         out.deferred.append((len(out) - 1, flat))
     else:
-        _put_array(out, b"X", str(value.dtype), value.shape, host_bytes.copied(flat))
+        _put_array(out, b"X", str(value.dtype), value.shape, host_bytes.copy_bytes(flat))
 
 
 def _put_ndarray(out: list[bytes], tag: bytes, value: np.ndarray[Any, Any], where: str) -> None:
@@ -237,10 +237,10 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
     int: lambda out, value, where, depth: _put_int(out, value),
     float: lambda out, value, where, depth: out.append(b"f" + _FLOAT.pack(value)),
     complex: lambda out, value, where, depth: out.append(b"j" + _COMPLEX.pack(value.real, value.imag)),
-    str: lambda out, value, where, depth: _sized(out, b"s", value.encode("utf-8", "surrogatepass")),
-    bytes: lambda out, value, where, depth: _sized(out, b"b", value),
-    bytearray: lambda out, value, where, depth: _sized(out, b"B", bytes(value)),
-    io.BytesIO: lambda out, value, where, depth: _sized(out, b"I", value.getvalue()),
+    str: lambda out, value, where, depth: _put_sized(out, b"s", value.encode("utf-8", "surrogatepass")),
+    bytes: lambda out, value, where, depth: _put_sized(out, b"b", value),
+    bytearray: lambda out, value, where, depth: _put_sized(out, b"B", bytes(value)),
+    io.BytesIO: lambda out, value, where, depth: _put_sized(out, b"I", value.getvalue()),
     list: lambda out, value, where, depth: _put_items(out, b"l", value, len(value), where, depth),
     tuple: lambda out, value, where, depth: _put_items(out, b"t", value, len(value), where, depth),
     torch.Size: lambda out, value, where, depth: _put_items(out, b"z", tuple(value), len(value), where, depth),
@@ -258,17 +258,17 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
     frozenset: lambda out, value, where, depth: _put_set(out, b"Z", value, len(value), where, depth),
     DTensorPart: lambda out, value, where, depth: _put_items(out, b"P", value, 3, where, depth),
     Lifted: lambda out, value, where, depth: _put_items(out, b"L", value, 4, where, depth),
-    torch.dtype: lambda out, value, where, depth: _sized(out, b"D", str(value).encode()),
-    torch.device: lambda out, value, where, depth: _sized(out, b"v", str(value).encode()),
+    torch.dtype: lambda out, value, where, depth: _put_sized(out, b"D", str(value).encode()),
+    torch.device: lambda out, value, where, depth: _put_sized(out, b"v", str(value).encode()),
     datetime.datetime: lambda out, value, where, depth: _put_datetime(out, value, where),
-    datetime.date: lambda out, value, where, depth: _sized(out, b"y", value.isoformat().encode()),
+    datetime.date: lambda out, value, where, depth: _put_sized(out, b"y", value.isoformat().encode()),
     datetime.timedelta: lambda out, value, where, depth: out.append(
         b"e" + _TIMEDELTA.pack(value.days, value.seconds, value.microseconds)
     ),
 }
 
 
-def _enum_class(name: str) -> type[enum.Enum] | None:
+def _find_enum_class(name: str) -> type[enum.Enum] | None:
     """Return the enum class of this module and name; None if this process has no such class.
 
     Nothing is imported, and no code of a module or class runs, because the name may come from damaged or hostile
@@ -292,14 +292,14 @@ def _enum_class(name: str) -> type[enum.Enum] | None:
 def _has_name(value: enum.Enum) -> bool:
     """Return whether a reader can find this member by its names. A combination of flags has no name."""
     cls = type(value)
-    known = _enum_class(f"{cls.__module__}.{cls.__qualname__}") is cls
+    known = _find_enum_class(f"{cls.__module__}.{cls.__qualname__}") is cls
     return known and cls.__members__.get(value.name or "") is value
 
 
 def _put_datetime(out: list[bytes], value: datetime.datetime, where: str) -> None:
     if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
         raise UnknownTypeError(f"{where} is a datetime in a {type(value.tzinfo).__name__}: only fixed UTC offsets")
-    _sized(out, b"w", (value.isoformat() + "~" * value.fold).encode())
+    _put_sized(out, b"w", (value.isoformat() + "~" * value.fold).encode())
 
 
 def _put(out: list[bytes], value: Any, where: str, depth: int) -> None:
@@ -311,7 +311,7 @@ def _put(out: list[bytes], value: Any, where: str, depth: int) -> None:
     elif isinstance(value, torch.Tensor):
         _put_tensor(out, value, where)
     elif isinstance(value, torch.Generator):
-        _sized(out, b"G", value.get_state().cpu().numpy().tobytes())
+        _put_sized(out, b"G", value.get_state().cpu().numpy().tobytes())
     elif isinstance(value, np.generic):
         _put_ndarray(out, b"a", np.asarray(value), where)
     elif type(value) is np.ndarray:
@@ -354,16 +354,16 @@ class _Reader:
         self.at += count
         return part
 
-    def count(self) -> int:
+    def read_count(self) -> int:
         value = int(_COUNT.unpack(self.read_bytes(4))[0])
         if value > len(self.data) - self.at:
             raise ValueError(f"encoded state names {value} items, with {len(self.data) - self.at} bytes left")
         return value
 
-    def sized(self) -> memoryview:
+    def read_sized(self) -> memoryview:
         return self.read_bytes(int(_SIZE.unpack(self.read_bytes(8))[0]))
 
-    def value(self, depth: int) -> Any:
+    def read_value(self, depth: int) -> Any:
         if depth > MAX_DEPTH + 1:
             raise ValueError(f"encoded state is nested deeper than {MAX_DEPTH} levels")
         tag = bytes(self.read_bytes(1))
@@ -372,42 +372,42 @@ class _Reader:
             raise ValueError(f"encoded state has an unknown tag {tag!r}")
         return read(self, depth)
 
-    def items(self, depth: int) -> list[Any]:
-        return [self.value(depth + 1) for _ in range(self.count())]
+    def read_items(self, depth: int) -> list[Any]:
+        return [self.read_value(depth + 1) for _ in range(self.read_count())]
 
-    def mapping(self, depth: int) -> dict[Any, Any]:
-        count = self.count()
+    def read_mapping(self, depth: int) -> dict[Any, Any]:
+        count = self.read_count()
         result: dict[Any, Any] = {}
         for _ in range(count):
-            key = self.value(depth + 1)
-            result[key] = self.value(depth + 1)
+            key = self.read_value(depth + 1)
+            result[key] = self.read_value(depth + 1)
         if len(result) != count:
             raise ValueError("encoded state has a key twice")
         return result
 
-    def namespace(self, depth: int) -> argparse.Namespace:
+    def read_namespace(self, depth: int) -> argparse.Namespace:
         found = argparse.Namespace()
-        for key, value in self.mapping(depth).items():
+        for key, value in self.read_mapping(depth).items():
             if not isinstance(key, str):
                 raise ValueError("encoded state has a namespace with a name that is no text")
             vars(found)[key] = value
         return found
 
-    def integer(self) -> int:
-        return int.from_bytes(self.sized(), "little", signed=True)
+    def read_integer(self) -> int:
+        return int.from_bytes(self.read_sized(), "little", signed=True)
 
-    def array(self) -> tuple[str, tuple[int, ...], memoryview]:
-        name = bytes(self.read_bytes(self.count())).decode()
-        ndim = self.count()
+    def read_array(self) -> tuple[str, tuple[int, ...], memoryview]:
+        name = bytes(self.read_bytes(self.read_count())).decode()
+        ndim = self.read_count()
         if ndim > MAX_DIMS:
             raise ValueError(f"encoded state has an array of {ndim} dimensions")
         shape = tuple(int(_SIZE.unpack(self.read_bytes(8))[0]) for _ in range(ndim))
-        return name, shape, self.sized()
+        return name, shape, self.read_sized()
 
-    def tensor(self, cuda: bool) -> torch.Tensor:
+    def read_tensor(self, cuda: bool) -> torch.Tensor:
         if bytes(self.read_bytes(1)) != b"X":
             raise ValueError("encoded state has a tensor without a body")
-        name, shape, payload = self.array()
+        name, shape, payload = self.read_array()
         dtype = _TORCH_DTYPES.get(name)
         if dtype is None or name.startswith(_QUANTIZED):
             raise ValueError(f"encoded state has a tensor of unknown dtype {name[:40]!r}")
@@ -420,23 +420,23 @@ class _Reader:
             result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).clone().view(dtype).reshape(shape)
         return result.to("cuda") if cuda and torch.cuda.is_available() else result
 
-    def part(self, depth: int) -> DTensorPart:
-        found = self.items(depth)
+    def read_part(self, depth: int) -> DTensorPart:
+        found = self.read_items(depth)
         kinds: tuple[Any, ...] = ((torch.Tensor, Lifted), tuple, str)
         if len(found) != 3 or not all(map(isinstance, found, kinds)):
             raise ValueError("encoded state has an invalid part of a DTensor")
         return DTensorPart(*found)
 
-    def lifted(self, depth: int) -> Lifted:
-        found = self.items(depth)
+    def read_lifted(self, depth: int) -> Lifted:
+        found = self.read_items(depth)
         if [type(value) for value in found] != [str, str, tuple, bool]:
             raise ValueError("encoded state has an invalid reference to a tensor elsewhere")
         if f"torch.{found[1]}" not in _TORCH_DTYPES or not all(type(n) is int and n >= 0 for n in found[2]):
             raise ValueError(f"encoded state refers to a tensor {str(found[2])[:40]} of {found[1][:40]!r}")
         return Lifted(*found)
 
-    def ndarray(self) -> np.ndarray[Any, Any]:
-        name, shape, payload = self.array()
+    def read_ndarray(self) -> np.ndarray[Any, Any]:
+        name, shape, payload = self.read_array()
         if not _ARRAY_DTYPE.fullmatch(name):
             raise ValueError(f"encoded state has an array of dtype {name[:40]!r}")
         dtype = np.dtype(name)
@@ -448,52 +448,52 @@ class _Reader:
         found.reshape(-1).view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
         return found
 
-    def scalar(self) -> Any:
-        array = self.ndarray()
+    def read_scalar(self) -> Any:
+        array = self.read_ndarray()
         if array.ndim:
             raise ValueError("encoded state has a NumPy scalar with dimensions")
         return array[()]
 
-    def torch_dtype(self) -> torch.dtype:
-        return _TORCH_DTYPES[bytes(self.sized()).decode()]
+    def read_dtype(self) -> torch.dtype:
+        return _TORCH_DTYPES[bytes(self.read_sized()).decode()]
 
-    def range(self, depth: int) -> range:
-        start, stop, step = self.items(depth)
+    def read_range(self, depth: int) -> range:
+        start, stop, step = self.read_items(depth)
         return range(start, stop, step)
 
-    def deque(self, depth: int) -> deque[Any]:
-        maxlen, *items = self.items(depth)
+    def read_deque(self, depth: int) -> deque[Any]:
+        maxlen, *items = self.read_items(depth)
         return deque(items, maxlen)
 
-    def members(self, depth: int) -> set[Any]:
-        items = self.items(depth)
+    def read_members(self, depth: int) -> set[Any]:
+        items = self.read_items(depth)
         result = set(items)
         if len(result) != len(items):
             raise ValueError("encoded state has a set member twice")
         return result
 
-    def size(self, depth: int) -> torch.Size:
-        return torch.Size(self.items(depth))
+    def read_size(self, depth: int) -> torch.Size:
+        return torch.Size(self.read_items(depth))
 
-    def enum(self, depth: int) -> enum.Enum | str:
-        pair = self.value(depth + 1)
+    def read_enum(self, depth: int) -> enum.Enum | str:
+        pair = self.read_value(depth + 1)
         if not self.enums and isinstance(pair, tuple) and len(pair) == 2:
             return f"{pair[0]}.{pair[1]}"
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ValueError("encoded state has an invalid member of an enum")
-        found = _enum_class(pair[0])
+        found = _find_enum_class(pair[0])
         if found is None or pair[1] not in found.__members__:
             raise ValueError(
                 f"encoded state has {pair[0][:80]}.{str(pair[1])[:80]}, an enum's member that is unknown here"
             )
         return found.__members__[pair[1]]
 
-    def moment(self) -> datetime.datetime:
-        text = bytes(self.sized()).decode()
+    def read_datetime(self) -> datetime.datetime:
+        text = bytes(self.read_sized()).decode()
         plain = text.removesuffix("~")
         return datetime.datetime.fromisoformat(plain).replace(fold=len(text) - len(plain))
 
-    def timedelta(self) -> datetime.timedelta:
+    def read_timedelta(self) -> datetime.timedelta:
         days, seconds, microseconds = _TIMEDELTA.unpack(self.read_bytes(24))
         return datetime.timedelta(days, seconds, microseconds)
 
@@ -502,35 +502,35 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"N": lambda r, depth: None,
     b"T": lambda r, depth: True,
     b"F": lambda r, depth: False,
-    b"i": lambda r, depth: r.integer(),
+    b"i": lambda r, depth: r.read_integer(),
     b"f": lambda r, depth: _FLOAT.unpack(r.read_bytes(8))[0],
     b"j": lambda r, depth: complex(*_COMPLEX.unpack(r.read_bytes(16))),
-    b"s": lambda r, depth: bytes(r.sized()).decode("utf-8", "surrogatepass"),
-    b"b": lambda r, depth: bytes(r.sized()),
-    b"B": lambda r, depth: bytearray(r.sized()),
-    b"I": lambda r, depth: io.BytesIO(r.sized()),
-    b"l": lambda r, depth: r.items(depth),
-    b"t": lambda r, depth: tuple(r.items(depth)),
-    b"z": lambda r, depth: r.size(depth),
-    b"r": lambda r, depth: r.range(depth),
-    b"q": lambda r, depth: r.deque(depth),
-    b"d": lambda r, depth: r.mapping(depth),
-    b"O": lambda r, depth: OrderedDict(r.mapping(depth)),
-    b"n": lambda r, depth: r.namespace(depth),
-    b"C": lambda r, depth: Counter(r.mapping(depth)),
-    b"S": lambda r, depth: r.members(depth),
-    b"Z": lambda r, depth: frozenset(r.members(depth)),
-    b"D": lambda r, depth: r.torch_dtype(),
-    b"v": lambda r, depth: torch.device(bytes(r.sized()).decode()),
-    b"w": lambda r, depth: r.moment(),
-    b"y": lambda r, depth: datetime.date.fromisoformat(bytes(r.sized()).decode()),
-    b"e": lambda r, depth: r.timedelta(),
-    b"P": lambda r, depth: r.part(depth),
-    b"L": lambda r, depth: r.lifted(depth),
-    b"G": lambda r, depth: GeneratorState(r.sized()),
-    b"a": lambda r, depth: r.scalar(),
-    b"A": lambda r, depth: r.ndarray(),
-    b"c": lambda r, depth: r.tensor(cuda=False),
-    b"g": lambda r, depth: r.tensor(cuda=True),
-    b"E": lambda r, depth: r.enum(depth),
+    b"s": lambda r, depth: bytes(r.read_sized()).decode("utf-8", "surrogatepass"),
+    b"b": lambda r, depth: bytes(r.read_sized()),
+    b"B": lambda r, depth: bytearray(r.read_sized()),
+    b"I": lambda r, depth: io.BytesIO(r.read_sized()),
+    b"l": lambda r, depth: r.read_items(depth),
+    b"t": lambda r, depth: tuple(r.read_items(depth)),
+    b"z": lambda r, depth: r.read_size(depth),
+    b"r": lambda r, depth: r.read_range(depth),
+    b"q": lambda r, depth: r.read_deque(depth),
+    b"d": lambda r, depth: r.read_mapping(depth),
+    b"O": lambda r, depth: OrderedDict(r.read_mapping(depth)),
+    b"n": lambda r, depth: r.read_namespace(depth),
+    b"C": lambda r, depth: Counter(r.read_mapping(depth)),
+    b"S": lambda r, depth: r.read_members(depth),
+    b"Z": lambda r, depth: frozenset(r.read_members(depth)),
+    b"D": lambda r, depth: r.read_dtype(),
+    b"v": lambda r, depth: torch.device(bytes(r.read_sized()).decode()),
+    b"w": lambda r, depth: r.read_datetime(),
+    b"y": lambda r, depth: datetime.date.fromisoformat(bytes(r.read_sized()).decode()),
+    b"e": lambda r, depth: r.read_timedelta(),
+    b"P": lambda r, depth: r.read_part(depth),
+    b"L": lambda r, depth: r.read_lifted(depth),
+    b"G": lambda r, depth: GeneratorState(r.read_sized()),
+    b"a": lambda r, depth: r.read_scalar(),
+    b"A": lambda r, depth: r.read_ndarray(),
+    b"c": lambda r, depth: r.read_tensor(cuda=False),
+    b"g": lambda r, depth: r.read_tensor(cuda=True),
+    b"E": lambda r, depth: r.read_enum(depth),
 }

@@ -13,7 +13,7 @@ from gemini_hpc.train.state import sharded
 KEY = "_extra_state"  # follows the module's name, as in torch's state_dict()
 
 
-def given_by(module: nn.Module) -> bool:
+def is_given_by(module: nn.Module) -> bool:
     """Return whether the module gives such state and takes it back."""
     kind = type(module)
     return (
@@ -24,7 +24,7 @@ def given_by(module: nn.Module) -> bool:
 
 def capture(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Return the state of these modules, by the same names."""
-    return {name: sharded.parts(module.get_extra_state()) for name, module in modules.items()}
+    return {name: sharded.replace_dtensors(module.get_extra_state()) for name, module in modules.items()}
 
 
 def restore(modules: Mapping[str, nn.Module], saved: Mapping[str, Any], likes: Sequence[DTensor]) -> None:
@@ -43,5 +43,5 @@ def restore(modules: Mapping[str, nn.Module], saved: Mapping[str, Any], likes: S
     for name, module in modules.items():
         value = saved[name]
         if sharded.has_parts(value):
-            value = sharded.Wholes(likes).of(value, module.get_extra_state(), name)
+            value = sharded.Wholes(likes).rebuild(value, module.get_extra_state(), name)
         module.set_extra_state(value)

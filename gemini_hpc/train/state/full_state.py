@@ -19,7 +19,7 @@ from gemini_hpc.format.shard_manifest import LIFTED, Piece, ShardManifest, Tenso
 from gemini_hpc.tier import publish, version
 from gemini_hpc.train.state import groups, lifted
 from gemini_hpc.train.state.restore import SavedShard
-from gemini_hpc.train.state.torch_dtypes import dtype_of
+from gemini_hpc.train.state.torch_dtypes import find_dtype
 from gemini_hpc.wire.stored import Stored
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Whole:
 
 
 @contextmanager
-def opened(where: str, manifest: version.VersionManifest) -> Iterator[list[SavedShard]]:
+def open_shards(where: str, manifest: version.VersionManifest) -> Iterator[list[SavedShard]]:
     """Open all shards of a version and yield them by rank.
 
     Only directories and small states are read now. Tensors are read on demand, each checked against its digest.
@@ -58,12 +58,12 @@ def opened(where: str, manifest: version.VersionManifest) -> Iterator[list[Saved
     with ExitStack() as files:
         shards = []
         for file in manifest.files:
-            reader = files.enter_context(_open(f"{where}/{file.name}"))
-            shards += [_shard(reader, stored) for stored in file.shards]
+            reader = files.enter_context(_open_file(f"{where}/{file.name}"))
+            shards += [_read_shard(reader, stored) for stored in file.shards]
         yield sorted(shards, key=lambda saved: saved.manifest.rank)
 
 
-def _open(path: str) -> NodeFileReader:
+def _open_file(path: str) -> NodeFileReader:
     from gemini_hpc.tier.nodefile import NodeFileReader
 
     try:
@@ -74,12 +74,12 @@ def _open(path: str) -> NodeFileReader:
         raise ValueError(f"{path} cannot be read: {publish.explain_error(error)}") from None
 
 
-def _shard(reader: NodeFileReader, stored: Stored) -> SavedShard:
+def _read_shard(reader: NodeFileReader, stored: Stored) -> SavedShard:
     header, manifest, small = reader.read_without_tensors(stored)
-    return SavedShard(header, manifest, lambda piece: _raw(reader, manifest, piece), small)
+    return SavedShard(header, manifest, lambda piece: _read_piece(reader, manifest, piece), small)
 
 
-def _raw(reader: NodeFileReader, manifest: ShardManifest, piece: Piece) -> torch.Tensor:
+def _read_piece(reader: NodeFileReader, manifest: ShardManifest, piece: Piece) -> torch.Tensor:
     return torch.frombuffer(reader.read_piece(manifest, piece), dtype=torch.uint8)
 
 
@@ -90,23 +90,23 @@ def read(where: str, manifest: version.VersionManifest) -> Whole:
         OSError: A file cannot be read.
         ValueError: A tensor is damaged or not whole.
     """
-    with opened(where, manifest) as shards:
-        return _join(shards)
+    with open_shards(where, manifest) as shards:
+        return _join_shards(shards)
 
 
-def _join(shards: Iterable[SavedShard]) -> Whole:
+def _join_shards(shards: Iterable[SavedShard]) -> Whole:
     whole, have = Whole(), dict[str, set[Box]]()
     for saved in shards:
-        small = saved.small(enums=False) if saved.small_raw else {}
+        small = saved.decode_small(enums=False) if saved.small_raw else {}
         if saved.manifest.rank == 0 and small:
             whole.small, whole.aliases = small, dict(saved.manifest.aliases)
         for fields, tensor in small.get("late", ()):
             _add_late(whole, saved, TensorRow(*fields), tensor)
         for row in saved.manifest.rows:
-            key = saved.key(row)
+            key = saved.build_key(row)
             first = whole.rows.setdefault(key, row)
             if key not in whole.tensors:
-                whole.tensors[key] = torch.zeros(row.shape, dtype=dtype_of(row.dtype), device="cpu")
+                whole.tensors[key] = torch.zeros(row.shape, dtype=find_dtype(row.dtype), device="cpu")
                 have[key] = set()
             elif (first.shape, first.dtype) != (row.shape, row.dtype):
                 raise ValueError(
@@ -114,15 +114,15 @@ def _join(shards: Iterable[SavedShard]) -> Whole:
                 )
         for piece in saved.manifest.pieces:
             row = saved.manifest.rows[piece.row]
-            key = saved.key(row)
-            part = saved.tensor(piece)
+            key = saved.build_key(row)
+            part = saved.read_tensor(piece)
             target = whole.tensors[key]
             for dim, (start, length) in enumerate(zip(piece.offset, piece.size, strict=True)):
                 target = target.narrow(dim, start, length)
             target.copy_(part)
             have[key].add((piece.offset, piece.size))
     for key, tensor in whole.tensors.items():
-        covered = _covered(have[key], tensor.ndim) if key in have else tensor.numel()
+        covered = _count_covered(have[key], tensor.ndim) if key in have else tensor.numel()
         if covered != tensor.numel():
             raise ValueError(f"{key} is not whole: {covered} of {tensor.numel()} elements")
     put_back(whole)
@@ -135,7 +135,7 @@ def put_back(whole: Whole) -> None:
     found = {key: whole.tensors.pop(key) for key in keys}
     for key in keys:
         del whole.rows[key]
-    wanted = [each.key for each in lifted.all_in(whole.small)]
+    wanted = [each.key for each in lifted.list_lifted(whole.small)]
     if missing := [key for key in wanted if key not in found and f"rank0:{key}" not in found]:
         raise ValueError(f"{missing[0]} is not there")
     own = {key: f"rank0:{key}" for key in wanted if f"rank0:{key}" in found}
@@ -149,11 +149,11 @@ def _add_late(whole: Whole, saved: SavedShard, row: TensorRow, tensor: torch.Ten
             f"{row.key} appeared in mid-training, and this version has only parts of it, without their places: "
             "choose a version that was written after a restart of the job"
         )
-    whole.rows.setdefault(saved.key(row), row)
-    whole.tensors.setdefault(saved.key(row), tensor)
+    whole.rows.setdefault(saved.build_key(row), row)
+    whole.tensors.setdefault(saved.build_key(row), tensor)
 
 
-def _covered(boxes: set[Box], ndim: int) -> int:
+def _count_covered(boxes: set[Box], ndim: int) -> int:
     """Return the number of elements in any of the boxes.
 
     The boxes of an MPI program may overlap. They are marked on the grid of all their edges, which has no more cells
@@ -171,18 +171,18 @@ def _covered(boxes: set[Box], ndim: int) -> int:
     return int(sizes[seen].sum()) if boxes else 0
 
 
-def flat(whole: Whole) -> dict[str, torch.Tensor]:
+def collect_tensors(whole: Whole) -> dict[str, torch.Tensor]:
     """Return only the tensors, buffers included, by key."""
-    return {**whole.tensors, **(_buffers(whole.small) if whole.small else {})}
+    return {**whole.tensors, **(_list_buffers(whole.small) if whole.small else {})}
 
 
-def _buffers(small: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _list_buffers(small: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the buffers that a `state_dict` has, which other programs expect.
 
     Old versions do not record which buffers are left out of it.
     """
     left_out = set(small.get("transient", ()))
-    return {name: _plain(tensor) for name, tensor in small["buffers"].items() if name not in left_out}
+    return {name: _to_plain(tensor) for name, tensor in small["buffers"].items() if name not in left_out}
 
 
 def as_state(whole: Whole) -> dict[str, Any]:
@@ -198,10 +198,10 @@ def as_state(whole: Whole) -> dict[str, Any]:
     """
     if not whole.small:
         return dict(whole.tensors)
-    stateful = _plain(whole.small["stateful"])
+    stateful = _to_plain(whole.small["stateful"])
     model: dict[str, Any] = {}
     extra: dict[str, dict[str, Any]] = {}
-    optimizers: list[dict[str, Any]] = [{"state": {}, "param_groups": its} for its in _groups(whole.small)]
+    optimizers: list[dict[str, Any]] = [{"state": {}, "param_groups": its} for its in _build_groups(whole.small)]
     count = len(optimizers)
     own: dict[str, torch.Tensor] = {}
 
@@ -217,19 +217,19 @@ def as_state(whole: Whole) -> dict[str, Any]:
     for key, tensor in whole.tensors.items():
         row = whole.rows[key]
         if row.optimizer >= 0 and key == row.key and row.optimizer < count:
-            optimizers[row.optimizer]["state"].setdefault(_name(row.owner), {})[row.name] = tensor
+            optimizers[row.optimizer]["state"].setdefault(_shorten_name(row.owner), {})[row.name] = tensor
         elif not put(key, tensor):
             own[key] = tensor
-    for name, tensor in _buffers(whole.small).items():
+    for name, tensor in _list_buffers(whole.small).items():
         put(name, tensor)
     for name, value in whole.small.get("extra_state", {}).items():
-        put(name, _plain(value))
+        put(name, _to_plain(value))
     for name, known in whole.aliases.items():
         if known in whole.tensors:
             put(name, whole.tensors[known])
     for (number, owner, name), value in whole.small["odd"].items():
         if number < count:
-            optimizers[number]["state"].setdefault(_name(owner), {})[name] = _plain(value)
+            optimizers[number]["state"].setdefault(_shorten_name(owner), {})[name] = _to_plain(value)
     found: dict[str, Any] = {"model": model, "optimizer": optimizers[0] if count == 1 else optimizers}
     for name, part in (("extra", extra), ("stateful", stateful), ("own", own)):
         if part:
@@ -237,12 +237,12 @@ def as_state(whole: Whole) -> dict[str, Any]:
     return found
 
 
-def _name(fqn: str) -> str:
+def _shorten_name(fqn: str) -> str:
     """Return a parameter's name as other programs have it, without `model.`."""
     return fqn.partition(".")[2]
 
 
-def _groups(small: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+def _build_groups(small: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     """Return each optimizer's `param_groups`, with the names of their parameters.
 
     Old versions have no such names.
@@ -250,10 +250,10 @@ def _groups(small: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     Raises:
         ValueError: The names are damaged.
     """
-    optimizers: list[list[dict[str, Any]]] = _plain(small["groups"])
+    optimizers: list[list[dict[str, Any]]] = _to_plain(small["groups"])
     for found, packed in zip(optimizers, small.get("members", ()), strict=False):
         for group, known in zip(found, groups.unpack(packed), strict=True):
-            group["params"] = [_name(fqn) for fqn in known.params]
+            group["params"] = [_shorten_name(fqn) for fqn in known.params]
             if known.param_names:
                 group["param_names"] = known.param_names
     return optimizers
@@ -265,7 +265,7 @@ _LONG_BITS = 2000  # torch.load reads no number of 2040 bits or more
 _KEPT = (type(None), bool, float, complex, str, torch.dtype, torch.device)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a value in a form that torch.load takes without permission to run anything.
 
     Bytes and arrays become tensors. Sets, ranges and the like become lists. Times and all other values become text.
@@ -281,19 +281,19 @@ def _plain(value: Any) -> Any:
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
     if isinstance(value, np.generic):
-        return _scalar(value)
+        return _convert_scalar(value)
     if isinstance(value, np.ndarray):
-        return _array(value)
+        return _convert_array(value)
     if isinstance(value, argparse.Namespace):
-        return _plain(vars(value))
+        return _to_plain(vars(value))
     if isinstance(value, dict):
-        return {_key(key): _plain(item) for key, item in value.items()}
+        return {_convert_key(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted((_plain(item) for item in value), key=repr)  # in the same order each time
+        return sorted((_to_plain(item) for item in value), key=repr)  # in the same order each time
     if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
+        return tuple(_to_plain(item) for item in value)
     if isinstance(value, (list, range, deque)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, int) and value.bit_length() > _LONG_BITS:
         return hex(value)
     if isinstance(value, datetime.timedelta):
@@ -303,23 +303,23 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (int, *_KEPT)) else repr(value)
 
 
-def _key(value: Any) -> Any:
-    """Return a key in the form of `_plain`. A key cannot be a list or a tensor."""
+def _convert_key(value: Any) -> Any:
+    """Return a key in the form of `_to_plain`. A key cannot be a list or a tensor."""
     if isinstance(value, np.generic):
-        value = _scalar(value) if value.dtype.kind not in "SmM" else repr(value)
+        value = _convert_scalar(value) if value.dtype.kind not in "SmM" else repr(value)
     if isinstance(value, tuple):
-        return tuple(_key(item) for item in value)
+        return tuple(_convert_key(item) for item in value)
     if isinstance(value, int):
-        return _plain(value)
+        return _to_plain(value)
     return value if isinstance(value, (bytes, *_KEPT)) else repr(value)
 
 
-def _scalar(value: Any) -> Any:
+def _convert_scalar(value: Any) -> Any:
     plain = value.item() if value.dtype.kind not in "mM" else str(value)
-    return str(value) if isinstance(plain, np.generic) else _plain(plain)  # more bits than Python's numbers have
+    return str(value) if isinstance(plain, np.generic) else _to_plain(plain)  # more bits than Python's numbers have
 
 
-def _array(value: np.ndarray[Any, Any]) -> Any:
+def _convert_array(value: np.ndarray[Any, Any]) -> Any:
     """Return a tensor; nested lists for element types that torch lacks."""
     native = value.astype(value.dtype.newbyteorder("="))
     try:
@@ -327,5 +327,5 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
     except TypeError:
         items = np.empty(native.shape, dtype=object)
         for at in np.ndindex(native.shape):
-            items[at] = _scalar(native[at])
+            items[at] = _convert_scalar(native[at])
         return items.tolist()

@@ -44,7 +44,7 @@ class Members:
             names: Names of parameters, by `id`. Other parameters are left out.
         """
         groups = self._optimizer.param_groups
-        if not self._packed or not _same([group["params"] for group in groups], self._known):
+        if not self._packed or not _are_same([group["params"] for group in groups], self._known):
             self._known = [list(group["params"]) for group in groups]
             found = [
                 ParameterGroup([names[id(p)] for p in g["params"] if id(p) in names], [*g.get("param_names", ())])
@@ -54,7 +54,7 @@ class Members:
         return self._packed
 
 
-def _same(groups: Sequence[Sequence[Any]], known: Sequence[Sequence[Any]]) -> bool:
+def _are_same(groups: Sequence[Sequence[Any]], known: Sequence[Sequence[Any]]) -> bool:
     return len(groups) == len(known) and all(
         len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(groups, known, strict=True)
     )

@@ -14,17 +14,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gemini_hpc.train.state.modules import UNNAMED
-from gemini_hpc.train.state.optimizers import with_inner
+from gemini_hpc.train.state.optimizers import list_with_inner
 
 _USUAL = ("state", "param_groups")
 
 
-def memory(tensors: Iterable[torch.Tensor]) -> set[int]:
+def find_addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the addresses of these tensors' memory."""
-    return set(filter(None, map(_address, tensors)))
+    return set(filter(None, map(_find_address, tensors)))
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _find_address(tensor: torch.Tensor) -> int:
     here = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     try:
         return here.untyped_storage().data_ptr()
@@ -32,11 +32,11 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _plain_name(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in UNNAMED)
 
 
-def of_module(root: nn.Module, prefix: str, names: Collection[str], captured: Collection[int]) -> list[str]:
+def find_in_module(root: nn.Module, prefix: str, names: Collection[str], captured: Collection[int]) -> list[str]:
     """Return the names of entries that only the module's own `state_dict()` has.
 
     Args:
@@ -45,21 +45,21 @@ def of_module(root: nn.Module, prefix: str, names: Collection[str], captured: Co
         names: Captured names. An entry below such a name belongs to it.
         captured: Addresses of captured memory.
     """
-    if not any(map(_has_a_way_of_its_own, root.modules())):
+    if not any(map(_has_own_state_dict, root.modules())):
         return []
-    known = {_plain_name(name) for name in names}
+    known = {_strip_wrappers(name) for name in names}
     found = []
     for key, value in root.state_dict().items():
-        name = _plain_name(prefix + key)
+        name = _strip_wrappers(prefix + key)
         parts = name.split(".")
         if any(".".join(parts[:count]) in known for count in range(1, len(parts) + 1)):
             continue
-        if not (isinstance(value, torch.Tensor) and _address(value) in captured):
+        if not (isinstance(value, torch.Tensor) and _find_address(value) in captured):
             found.append(name)
     return found
 
 
-def _has_a_way_of_its_own(module: nn.Module) -> bool:
+def _has_own_state_dict(module: nn.Module) -> bool:
     kind: Any = type(module)
     return (
         kind.state_dict is not nn.Module.state_dict
@@ -69,7 +69,7 @@ def _has_a_way_of_its_own(module: nn.Module) -> bool:
     )
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer, captured: Collection[int]) -> list[str]:
+def find_in_optimizer(optimizer: torch.optim.Optimizer, captured: Collection[int]) -> list[str]:
     """Return the keys of entries that only the optimizer's own `state_dict()` has.
 
     An optimizer without state is not queried: `state_dict` of torch.distributed.checkpoint would make it step.
@@ -82,26 +82,26 @@ def of_optimizer(optimizer: torch.optim.Optimizer, captured: Collection[int]) ->
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     if kind.state_dict is torch.optim.Optimizer.state_dict and not hooks:
         return []
-    if not any(one.state for one in with_inner([optimizer])):
+    if not any(one.state for one in list_with_inner([optimizer])):
         return []
     handed = optimizer.state_dict()
     unusual = {key: value for key, value in handed.items() if str(key).partition(".")[0] not in _USUAL}
-    return [str(key) for key, value in unusual.items() if not _known(value, captured)]
+    return [str(key) for key, value in unusual.items() if not _is_captured(value, captured)]
 
 
-def _known(value: Any, captured: Collection[int]) -> bool:
+def _is_captured(value: Any, captured: Collection[int]) -> bool:
     """Return whether a value has only captured tensors in it, or another optimizer's state."""
     if isinstance(value, Mapping) and all(key in value for key in _USUAL):
         return True  # an optimizer inside this one is checked by itself
-    return all(isinstance(leaf, torch.Tensor) and _address(leaf) in captured for leaf in _leaves(value))
+    return all(isinstance(leaf, torch.Tensor) and _find_address(leaf) in captured for leaf in _list_leaves(value))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _list_leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for item in value.values():
-            yield from _leaves(item)
+            yield from _list_leaves(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(item)
+            yield from _list_leaves(item)
     elif value is not None:
         yield value

@@ -39,7 +39,7 @@ class Hidden:
             UnsupportedStateError: The state has a value that cannot be captured.
         """
         self._holders = holders
-        self._state = _state(holders)
+        self._state = _find_state(holders)
         self._seen: list[tuple[Mapping[str, Any], list[Any]]] = []
         self.tensors: dict[str, torch.Tensor] = {}  # by their paths below the parameter
         self._about: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class Hidden:
     def _walk(self, state: Any, above: str, deep: int) -> None:
         values = getattr(state, "__dict__", None)
         if values is None or not deep:
-            raise encode.UnknownTypeError(f"{above} is a {_class(state)}")
+            raise encode.UnknownTypeError(f"{above} is a {_name_class(state)}")
         self._seen.append((values, list(values.values())))
         for name, value in values.items():
             path = f"{above}.{name}"
@@ -65,29 +65,29 @@ class Hidden:
             else:
                 self._about[path] = value
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the state is the same object, with the same tensors and values."""
-        return _state(self._holders) is self._state and all(
+        return _find_state(self._holders) is self._state and all(
             len(values) == len(seen) and all(map(is_, values.values(), seen)) for values, seen in self._seen
         )
 
-    def recipe(self) -> Recipe | None:
+    def build_recipe(self) -> Recipe | None:
         """Return the values that have to be the same at the resume; None without a state."""
         if self._state is None:
             return None
         inner = dict.fromkeys(self.tensors)
-        return {"class": _class(self._state), "about": self._about, "inner": inner, "sharded": False}
+        return {"class": _name_class(self._state), "about": self._about, "inner": inner, "sharded": False}
 
 
-def _class(state: Any) -> str:
+def _name_class(state: Any) -> str:
     return f"{type(state).__module__}:{type(state).__qualname__}"
 
 
-def _state(holders: tuple[Mapping[str, Any], ...]) -> Any:
+def _find_state(holders: tuple[Mapping[str, Any], ...]) -> Any:
     return next((found for holder in holders if (found := holder.get(_NAME)) is not None), None)
 
 
-def _holders(parameter: torch.Tensor, module: nn.Module | None, key: str) -> Iterator[Mapping[str, Any]]:
+def _find_holders(parameter: torch.Tensor, module: nn.Module | None, key: str) -> Iterator[Mapping[str, Any]]:
     own = vars(parameter)
     if _NAME in own and type(parameter) is not nn.Parameter:
         yield own
@@ -97,7 +97,7 @@ def _holders(parameter: torch.Tensor, module: nn.Module | None, key: str) -> Ite
             yield vars(module)
 
 
-def of(fqn: str, parameter: torch.Tensor, module: nn.Module | None, key: str) -> Hidden | None:
+def find_hidden(fqn: str, parameter: torch.Tensor, module: nn.Module | None, key: str) -> Hidden | None:
     """Return the state outside the memory of a parameter; None where there can be none.
 
     Args:
@@ -109,5 +109,5 @@ def of(fqn: str, parameter: torch.Tensor, module: nn.Module | None, key: str) ->
     Raises:
         UnsupportedStateError: The state has a value that cannot be captured.
     """
-    holders = tuple(_holders(parameter, module, key))
+    holders = tuple(_find_holders(parameter, module, key))
     return Hidden(fqn, holders) if holders else None

@@ -12,19 +12,19 @@ from collections.abc import Callable
 import torch
 
 
-def _line(tensor: torch.Tensor) -> torch.Tensor:
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in a row on the host: the tensor's own memory where it has that form."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 
-def copied(tensor: torch.Tensor) -> bytes:
+def copy_bytes(tensor: torch.Tensor) -> bytes:
     """Return a copy of the tensor's elements."""
-    line = _line(tensor)
+    line = _to_host(tensor)
     return ctypes.string_at(line.data_ptr(), line.nbytes) if line.nbytes else b""
 
 
-def shown(tensor: torch.Tensor, to: Callable[[memoryview], object]) -> None:
+def pass_bytes(tensor: torch.Tensor, to: Callable[[memoryview], object]) -> None:
     """Call `to` with the tensor's elements. `to` must not keep them."""
-    line = _line(tensor)
+    line = _to_host(tensor)
     if line.nbytes:
         to(memoryview((ctypes.c_ubyte * line.nbytes).from_address(line.data_ptr())).cast("B").toreadonly())

@@ -25,28 +25,28 @@ Recipe = dict[str, Any]
 _DEEP = 8
 
 
-def _here(tensor: torch.Tensor) -> torch.Tensor:
+def _get_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def composed(tensor: torch.Tensor) -> bool:
+def is_composed(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is made of other tensors and can name them."""
-    kind = type(_here(tensor))
+    kind = type(_get_local(tensor))
     if kind in (torch.Tensor, torch.nn.Parameter):
         return False
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
-def parts(tensor: torch.Tensor, above: str = "", deep: int = _DEEP) -> Iterator[tuple[str, torch.Tensor]]:
+def list_parts(tensor: torch.Tensor, above: str = "", deep: int = _DEEP) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the innermost tensors that a tensor is made of, each with its path in it.
 
     A part that cannot name its own parts is yielded as it is.
     """
-    here = _here(tensor)
+    here = _get_local(tensor)
     for name in here.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         inner = getattr(here, name)
-        if composed(inner) and deep:
-            yield from parts(inner, f"{above}{name}.", deep - 1)
+        if is_composed(inner) and deep:
+            yield from list_parts(inner, f"{above}{name}.", deep - 1)
         else:
             yield f"{above}{name}", inner
 
@@ -68,26 +68,26 @@ class CompositeTensor(NamedTuple):
     about: Any
     inner: list[torch.Tensor]
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the tensor is made of the same tensors, in the same way."""
         names, about = self.tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         found = [getattr(self.tensor, name) for name in names]
         same = tuple(names) == self.names and all(map(is_, found, self.inner)) and about == self.about
-        return same and _here(self.whole) is self.tensor
+        return same and _get_local(self.whole) is self.tensor
 
 
-def levels(tensor: torch.Tensor) -> Iterator[CompositeTensor]:
+def list_levels(tensor: torch.Tensor) -> Iterator[CompositeTensor]:
     """Yield the tensor, and those of its inner tensors that are made of others again."""
-    here = _here(tensor)
+    here = _get_local(tensor)
     names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
     found = [getattr(here, name) for name in names]
     yield CompositeTensor(tensor, here, tuple(names), about, found)
     for value in found:
-        if composed(value):
-            yield from levels(value)
+        if is_composed(value):
+            yield from list_levels(value)
 
 
-def recipes(small: Mapping[str, Any]) -> dict[tuple[int, str, str], Recipe]:
+def read_recipes(small: Mapping[str, Any]) -> dict[tuple[int, str, str], Recipe]:
     """Return the recipes in a small state, by (optimizer or -1, parameter, name or "").
 
     Raises:
@@ -98,34 +98,34 @@ def recipes(small: Mapping[str, Any]) -> dict[tuple[int, str, str], Recipe]:
     return found if isinstance(found, dict) else {}
 
 
-def recipe(tensor: torch.Tensor) -> Recipe:
+def build_recipe(tensor: torch.Tensor) -> Recipe:
     """Return the recipe that makes a tensor of its parts.
 
     The recipe consists of values that `encode` takes, as far as the class of the tensor uses only such values.
     """
-    here = _here(tensor)
+    here = _get_local(tensor)
     names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(here, name) for name in names}
     return {
         "class": f"{type(here).__module__}:{type(here).__qualname__}",
         "about": about,
-        "inner": {name: recipe(value) if composed(value) else None for name, value in inner.items()},
+        "inner": {name: build_recipe(value) if is_composed(value) else None for name, value in inner.items()},
         "size": tuple(here.shape),
         "stride": tuple(here.stride()),
         "sharded": isinstance(tensor, DTensor),
     }
 
 
-def paths(made: Mapping[str, Any], above: str = "") -> Iterator[str]:
+def list_paths(made: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Yield the paths of the parts that a recipe needs."""
     for name, below in made["inner"].items():
         if below is None:
             yield f"{above}{name}"
         else:
-            yield from paths(below, f"{above}{name}.")
+            yield from list_paths(below, f"{above}{name}.")
 
 
-def make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], owner: torch.Tensor) -> torch.Tensor:
+def build_tensor(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], owner: torch.Tensor) -> torch.Tensor:
     """Make a tensor of its parts by a recipe.
 
     Args:
@@ -136,17 +136,17 @@ def make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], owner: to
     Raises:
         ValueError: The class is unknown here or cannot rebuild the tensor.
     """
-    found = _make(made, part, "")
+    found = _build_tensor(made, part, "")
     if made["sharded"] and isinstance(owner, DTensor):
         mesh, placements = owner.device_mesh, owner.placements
         found = DTensor.from_local(found, mesh, placements, run_check=False, shape=owner.shape, stride=owner.stride())
     return found
 
 
-def _make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], above: str) -> torch.Tensor:
-    kind = _class(made["class"])
+def _build_tensor(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], above: str) -> torch.Tensor:
+    kind = _find_class(made["class"])
     inner = {
-        name: part(f"{above}{name}") if below is None else _make(below, part, f"{above}{name}.")
+        name: part(f"{above}{name}") if below is None else _build_tensor(below, part, f"{above}{name}.")
         for name, below in made["inner"].items()
     }
     try:
@@ -160,7 +160,7 @@ def _make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], above: s
     return found
 
 
-def _class(name: str) -> Any:
+def _find_class(name: str) -> Any:
     """Return a class of tensors that this process has imported.
 
     Nothing is imported because saved state names it.

@@ -62,7 +62,7 @@ class Draft:
     small_bytes: int
 
     @classmethod
-    def of(
+    def from_tree(
         cls,
         tree: StateTree,
         leaves: Sequence[Leaf],
@@ -89,7 +89,7 @@ class Draft:
             UnknownTypeError: A value of the small state cannot be encoded.
         """
         packed = tree.pack_small(odd, [], world, (lambda name, _: lifting and name not in unlifted))
-        every = [*leaves, *tree.lifted_leaves(packed.lifted)]
+        every = [*leaves, *tree.build_lifted_leaves(packed.lifted)]
         described = [tree.describe(leaf, world, closely=closely) for leaf in every]
         return cls(every, [row for row, _ in described], [entry for _, entry in described], len(packed.data))
 
@@ -99,7 +99,7 @@ class Draft:
         return [entry for entry, row in zip(self.entries, self.rows, strict=True) if row.shared]
 
 
-def small_capacity(first_bytes: int, kept_bytes: int = 0) -> int:
+def choose_small_capacity(first_bytes: int, kept_bytes: int = 0) -> int:
     """Return the room in bytes for a small state of `first_bytes` now.
 
     Args:
@@ -132,12 +132,12 @@ def lay_out(
         rank: This rank.
         mode: The way shared tensors are dealt out.
         aliases: Other names of tied tensors.
-        kept_capacity: The saved run's capacity, see `small_capacity`.
+        kept_capacity: The saved run's capacity, see `choose_small_capacity`.
         least_bytes: The least size of the slot.
         apart: Keys that each rank keeps for itself, even if they look equal now.
     """
     rows, entries = list(draft.rows), list(draft.entries)
-    alone = ownership.unequal(gathered) | apart
+    alone = ownership.find_unequal(gathered) | apart
     dealt = ownership.deal([[e for e in part if e.key not in alone] for part in gathered], mode)
     shared = [i for i, row in enumerate(rows) if row.shared and row.key not in alone]
     blocks = [msgspec.structs.replace(b, entry=shared[b.entry]) for b in dealt[rank]]
@@ -155,16 +155,16 @@ def lay_out(
     pieces = shard_manifest.place(tuple(rows), [(b.entry, b.offset, b.size) for b in blocks])
     manifest = shard_manifest.ShardManifest(rank, len(gathered), tuple(rows), pieces, dict(aliases))
     packed = shard_manifest.pack(manifest)
-    tensor_bytes, capacity = manifest.tensor_bytes(), small_capacity(draft.small_bytes, kept_capacity)
+    tensor_bytes, capacity = manifest.tensor_bytes(), choose_small_capacity(draft.small_bytes, kept_capacity)
     layout = SlotLayout.plan(len(packed), tensor_bytes, capacity)
     if layout.total < least_bytes:
         layout = SlotLayout.plan(len(packed), tensor_bytes, capacity + least_bytes - layout.total)
     own = {rows[i].key: Own(entries[i], rows[i].dtype) for i in shared if rows[i].optimizer != LIFTED}
-    live = _live(rank, rows, blocks, entries, gathered) if own else frozenset[int]()
+    live = _find_live_ranks(rank, rows, blocks, entries, gathered) if own else frozenset[int]()
     return Plan(Capture(manifest, draft.leaves, entries, blocks), packed, layout, alone, frozen_bytes, own, live)
 
 
-def _live(
+def _find_live_ranks(
     rank: int,
     rows: Sequence[shard_manifest.TensorRow],
     blocks: Sequence[ownership.Block],

@@ -15,9 +15,9 @@ import torch
 
 from gemini_hpc.format.dtypes import item_bytes
 from gemini_hpc.train.state.encode import MAX_DEPTH, DTensorPart, Lifted
-from gemini_hpc.train.state.sample import few
+from gemini_hpc.train.state.sample import sample_elements
 from gemini_hpc.train.state.source import TensorSource
-from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
+from gemini_hpc.train.state.torch_dtypes import find_dtype, name_dtype
 
 LEAST_BYTES = 64 << 10
 BUFFERS = "buffers"
@@ -25,12 +25,12 @@ _EARLY = ("extra_state", "comm_hooks")  # changed by forward and backward passes
 _LIFTED_FROM = (BUFFERS, "stateful", "odd", "loose", *_EARLY)
 
 
-def early(name: str) -> bool:
+def is_early(name: str) -> bool:
     """Return whether the tensor of this name, no buffer, changes before the optimizer steps."""
     return name.partition(".")[0] in _EARLY
 
 
-def name_of(path: Sequence[Any]) -> str:
+def format_name(path: Sequence[Any]) -> str:
     """Return the name of the tensor at a path. A buffer has its own name."""
     return ".".join(map(str, path[1:] if path[0] == BUFFERS else path))
 
@@ -48,7 +48,7 @@ class Lift:
         self.found: dict[str, torch.Tensor] = {}
         self.left: dict[str, torch.Tensor] = {}  # as large, but without a place
 
-    def out_of(self, small: Mapping[str, Any]) -> dict[str, Any]:
+    def lift_tensors(self, small: Mapping[str, Any]) -> dict[str, Any]:
         """Return the small state without the lifted tensors."""
         return {name: self._walk(value, (name,)) if name in _LIFTED_FROM else value for name, value in small.items()}
 
@@ -57,12 +57,12 @@ class Lift:
         if len(path) > MAX_DEPTH:  # the encoder reports it
             return value
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path) if value.numel() * value.element_size() >= LEAST_BYTES else value
+            return self._lift_tensor(value, path) if value.numel() * value.element_size() >= LEAST_BYTES else value
         if kind is DTensorPart:
             tensor = self._walk(value.tensor, path)
             return value if tensor is value.tensor else DTensorPart(tensor, value.shape, value.placements)
         if kind in (dict, OrderedDict):
-            pairs = [(key, self._walk(item, (*path, *_step(key)))) for key, item in value.items()]
+            pairs = [(key, self._walk(item, (*path, *_as_path(key)))) for key, item in value.items()]
             if all(a is b for (_, a), b in zip(pairs, value.values(), strict=True)):
                 return value
             return kind(pairs)
@@ -71,22 +71,22 @@ class Lift:
             return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
         return value
 
-    def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
-        name = name_of(path)
-        if not _liftable(value) or name in self.found or name in self.left:
+    def _lift_tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
+        name = format_name(path)
+        if not _is_liftable(value) or name in self.found or name in self.left:
             return value
         if not self._wants(name, value):
             self.left[name] = value
             return value
         self.found[name] = value.detach()
-        return Lifted(name, dtype_name(value.dtype), tuple(value.shape), value.is_cuda)
+        return Lifted(name, name_dtype(value.dtype), tuple(value.shape), value.is_cuda)
 
 
-def _step(key: Any) -> tuple[Any, ...]:
+def _as_path(key: Any) -> tuple[Any, ...]:
     return key if type(key) is tuple else (key,)
 
 
-def _liftable(tensor: torch.Tensor) -> bool:
+def _is_liftable(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
         return False
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
@@ -94,7 +94,7 @@ def _liftable(tensor: torch.Tensor) -> bool:
     if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return False  # several elements share their memory: small, however large it looks
     try:
-        return item_bytes(dtype_name(tensor.dtype)) == tensor.element_size()
+        return item_bytes(name_dtype(tensor.dtype)) == tensor.element_size()
     except ValueError:
         return False
 
@@ -114,28 +114,28 @@ def put_back(saved: Any, loaded: Mapping[str, torch.Tensor]) -> Any:
     return saved
 
 
-def all_in(saved: Any) -> Iterable[Lifted]:
+def list_lifted(saved: Any) -> Iterable[Lifted]:
     """Yield the references to lifted tensors in a decoded small state."""
     if isinstance(saved, Lifted):
         yield saved
     elif type(saved) is DTensorPart:
-        yield from all_in(saved.tensor)
+        yield from list_lifted(saved.tensor)
     elif isinstance(saved, Mapping):
         for value in saved.values():
-            yield from all_in(value)
+            yield from list_lifted(value)
     elif isinstance(saved, (list, tuple)):
         for value in saved:
-            yield from all_in(value)
+            yield from list_lifted(value)
 
 
-def room_for(lifted: Lifted) -> torch.Tensor:
+def allocate_tensor(lifted: Lifted) -> torch.Tensor:
     """Return memory for a lifted tensor, on a device if it was on a device and there is one.
 
     Raises:
         ValueError: The element type is unknown.
     """
     device = "cuda" if lifted.cuda and torch.cuda.is_available() else "cpu"
-    return torch.empty(lifted.shape, dtype=dtype_of(lifted.dtype), device=device)
+    return torch.empty(lifted.shape, dtype=find_dtype(lifted.dtype), device=device)
 
 
 # ---- version by version --------------------------------------------------------------------------------
@@ -150,15 +150,15 @@ class LiftedTensor(NamedTuple):
     changes: int
     samples: list[torch.Tensor]
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Return whether the tensor was written since step() or has other memory."""
         return self.base._version != self.changes or self.base.data_ptr() != self.ptr
 
-    def torn(self, targets: Sequence[torch.Tensor]) -> bool:
+    def is_torn(self, targets: Sequence[torch.Tensor]) -> bool:
         """Return whether the copies in `targets` differ from the samples taken at step()."""
         first, flats = self.source.first_piece, self.source.flats
         return any(
-            not torch.equal(few(targets[first + i], flat=flat), sample)
+            not torch.equal(sample_elements(targets[first + i], flat=flat), sample)
             for i, (flat, sample) in enumerate(zip(flats, self.samples, strict=True))
         )
 
@@ -182,11 +182,11 @@ class LiftedSources:
         self._planned = {name: (tensor.shape, tensor.dtype) for name, tensor in planned.items()}
         self.sources, self._shared = sources, shared
 
-    def takes(self, name: str, tensor: torch.Tensor) -> bool:
+    def has_place(self, name: str, tensor: torch.Tensor) -> bool:
         """Return whether a tensor of this name, shape and type has a place."""
         return self._planned.get(name) == (tensor.shape, tensor.dtype)
 
-    def missed(self, found: Mapping[str, torch.Tensor]) -> set[str]:
+    def find_missing(self, found: Mapping[str, torch.Tensor]) -> set[str]:
         """Return the names of planned tensors that are gone or have another shape."""
         return self._planned.keys() - found.keys()
 
@@ -212,13 +212,13 @@ class LiftedSources:
                 source.whole = tensor
         return gone
 
-    def snapshot(self, version: int) -> tuple[list[list[torch.Tensor]], list[LiftedTensor]]:
+    def prepare_version(self, version: int) -> tuple[list[list[torch.Tensor]], list[LiftedTensor]]:
         """Return the tensors to copy, by source, and the records to check after the copy."""
         seen = []
         for source in self.sources:
             assert source.base is not None
             if source.eager:
-                source.stage(version, compare=True)
+                source.copy_to_staging(version, compare=True)
             else:
                 source.since = version
                 base = source.base

@@ -42,8 +42,8 @@ class _EpochSampler:
 class StatefulLoader:
     """Batches of `dataset`, shuffled anew in every epoch and dealt to `world` ranks.
 
-    `for batch in loader` gives one epoch (the rest of the current one after a restore). `loader.forever()` goes on
-    through the epochs.
+    `for batch in loader` gives one epoch (the rest of the current one after a restore). `loader.iterate_forever()`
+    goes on through the epochs.
 
     The state is (epoch, batches that the training loop has taken): prefetched batches do not count. The state also
     records which samples those batches had. With another batch size or world the rest of the epoch is dealt anew, and
@@ -101,13 +101,13 @@ class StatefulLoader:
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch on this rank."""
-        return _batches(len(self._sampler), self._batch_size, drop_last=self._loader.drop_last)
+        return _count_batches(len(self._sampler), self._batch_size, drop_last=self._loader.drop_last)
 
     @property
     def _all(self) -> int:
         """Return the number of batches in this epoch from `_start` on."""
         samples = (self._sampler.size - self._start) // self._sampler.world
-        return _batches(samples, self._batch_size, drop_last=self._loader.drop_last)
+        return _count_batches(samples, self._batch_size, drop_last=self._loader.drop_last)
 
     @property
     def epoch(self) -> int:
@@ -119,11 +119,11 @@ class StatefulLoader:
         """Return whether the rest of this epoch is dealt in another batch size or to another number of ranks."""
         return self._start > 0
 
-    def before_next_batch(self, call: Callable[[], None]) -> None:
+    def run_before_next_batch(self, call: Callable[[], None]) -> None:
         """Run `call` once, just before the next batch is made. The checkpointer restores the RNG there."""
         self._before_batch = call
 
-    def between_batches(self, call: Callable[[], None]) -> None:
+    def run_between_batches(self, call: Callable[[], None]) -> None:
         """Run `call` at every request for a batch, before the batch is read.
 
         The training has then finished with the batch before.
@@ -132,7 +132,7 @@ class StatefulLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._taken >= self._all:
-            self._go_to(self._epoch + 1)
+            self._move_to(self._epoch + 1)
         self._between()
         epoch, started = self._epoch, self._restored
         self._sampler.epoch, self._sampler.start = epoch, self._start
@@ -140,7 +140,7 @@ class StatefulLoader:
         self._generator.manual_seed((self._seed * 1_000_003 + epoch) & (2**63 - 1))
         if not self._loader.num_workers:  # then the batch is made in this process and may draw from its generators
             self._call_before_batch()
-        for batch in self._new_iterator():
+        for batch in self._create_iterator():
             if self._restored != started:
                 raise RuntimeError("the loader's position was restored during iteration: start a new iterator")
             self._taken += 1
@@ -148,12 +148,12 @@ class StatefulLoader:
             yield batch
             if self._taken < self._all:
                 self._between()
-        self._go_to(epoch + 1)
+        self._move_to(epoch + 1)
 
-    def _go_to(self, epoch: int, start: int = 0, taken: int = 0) -> None:
+    def _move_to(self, epoch: int, start: int = 0, taken: int = 0) -> None:
         self._epoch, self._start, self._taken = epoch, start, taken
 
-    def _new_iterator(self) -> Iterator[Any]:
+    def _create_iterator(self) -> Iterator[Any]:
         """Return an iterator of torch's loader.
 
         The loader draws a number where its generator is, so its default device must be the host.
@@ -167,7 +167,7 @@ class StatefulLoader:
             call, self._before_batch = self._before_batch, None
             call()
 
-    def forever(self) -> Iterator[Any]:
+    def iterate_forever(self) -> Iterator[Any]:
         """Yield all batches from the current position on, without an end."""
         while True:
             yield from self
@@ -196,10 +196,10 @@ class StatefulLoader:
         """
         if state["seed"] != self._seed:
             raise ValueError(f"the captured loader was seeded with {state['seed']}, this one with {self._seed}")
-        self._go_to(*self._position(state))
+        self._move_to(*self._translate_position(state))
         self._restored += 1
 
-    def _position(self, state: Mapping[str, int]) -> tuple[int, int, int]:
+    def _translate_position(self, state: Mapping[str, int]) -> tuple[int, int, int]:
         """Return (epoch, start, batches since) in this loader's terms.
 
         Raises:
@@ -218,7 +218,7 @@ class StatefulLoader:
             return epoch, start, taken
         if not start + taken:
             return epoch, 0, 0
-        if taken >= _batches((samples - start) // world, batch_size, drop_last=bool(state["drop_last"])):
+        if taken >= _count_batches((samples - start) // world, batch_size, drop_last=bool(state["drop_last"])):
             return epoch + 1, 0, 0
         dealt = start + taken * batch_size * world
         in_order = not sampler.shuffle and not state["shuffle"]  # then other samples may be appended
@@ -226,23 +226,24 @@ class StatefulLoader:
             in_order and dealt <= sampler.size
         ):
             raise ValueError(
-                f"the captured loader had taken {dealt} of {_data(samples, state['shuffle'])}, this one has "
-                f"{_data(sampler.size, sampler.shuffle)}: which of these are left in epoch {epoch} is unknown. Go on "
-                "with the same data and change it at the end of an epoch, or submit a new job with `start`"
+                f"the captured loader had taken {dealt} of {_describe_data(samples, state['shuffle'])}, this one has "
+                f"{_describe_data(sampler.size, sampler.shuffle)}: which of these are left in epoch {epoch} is "
+                "unknown. Go on with the same data and change it at the end of an epoch, or submit a new job with "
+                "`start`"
             )
         return epoch, dealt, 0
 
 
-def _batches(samples: int, batch_size: int, *, drop_last: bool) -> int:
+def _count_batches(samples: int, batch_size: int, *, drop_last: bool) -> int:
     whole, rest = divmod(samples, batch_size)
     return whole + (1 if rest and not drop_last else 0)
 
 
-def _data(samples: int, shuffle: int) -> str:
+def _describe_data(samples: int, shuffle: int) -> str:
     return f"{samples} samples{'' if shuffle else ' in order'}"
 
 
-def counted_in(loader: Any) -> dict[str, int]:
+def read_loader_units(loader: Any) -> dict[str, int]:
     """Return the units in which another loader's position may count: `batch_size` and number of samples.
 
     Only values that the loader shows are returned. A `StatefulLoader` compares its own.

@@ -77,7 +77,7 @@ def _walk(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[nn.Modu
             yield from _walk(child, inner, replicated or isinstance(m, DistributedDataParallel))
 
 
-def _ignored(root: nn.Module, prefix: str) -> set[str]:
+def _find_ignored(root: nn.Module, prefix: str) -> set[str]:
     """Return the names that DDP is set to ignore."""
     return {
         f"{where}{name}"
@@ -127,10 +127,10 @@ class Modules:
         fixed: list[Mapping[str, Any]] = []
         dicts: list[Mapping[str, Any]] = []
         for prefix, root in self.roots.items():
-            ignored = _ignored(root, prefix)
+            ignored = _find_ignored(root, prefix)
             for m, where, replicated in _walk(root, prefix, False):
                 self._modules.setdefault(where, m)
-                if extra_state.given_by(m):
+                if extra_state.is_given_by(m):
                     self.with_extra[where + extra_state.KEY] = m
                 parameters, buffers = m._parameters, m._buffers
                 for key in parameters.keys():  # noqa: SIM118 (a script module's dict cannot be iterated)
@@ -145,7 +145,7 @@ class Modules:
         self._sizes = list(map(len, self._dicts))
         self._values = [value for held in fixed for value in held.values()]
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the modules have the same parameters, and buffers under the same names.
 
         A buffer is read from its place each time, so it may be replaced at any time.
@@ -156,7 +156,7 @@ class Modules:
             and all(slot.key in slot.holder for slot in self.buffers)
         )
 
-    def put(self, fqn: str, value: torch.Tensor | None, *, persistent: bool) -> bool:
+    def put_buffer(self, fqn: str, value: torch.Tensor | None, *, persistent: bool) -> bool:
         """Set the buffer of that name. Return False if no module can take it."""
         where, dot, key = fqn.rpartition(".")
         module = self._modules.get(where + dot)
@@ -180,12 +180,12 @@ def reshard(roots: Iterable[nn.Module]) -> None:
                 m.reshard()
 
 
-def same(found: Sequence[torch.Tensor | None], known: Sequence[torch.Tensor]) -> bool:
+def are_same(found: Sequence[torch.Tensor | None], known: Sequence[torch.Tensor]) -> bool:
     """Return whether these are the same tensor objects."""
     return len(found) == len(known) and all(map(is_, found, known))
 
 
-def gathered(tensor: torch.Tensor, known: torch.Tensor | None) -> bool:
+def is_gathered(tensor: torch.Tensor, known: torch.Tensor | None) -> bool:
     """Return whether FSDP2 has put the tensor in place of a sharded parameter for a forward pass."""
     if tensor is known or not isinstance(known, DTensor) or tensor.shape != known.shape:
         return False

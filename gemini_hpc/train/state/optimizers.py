@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def with_inner(given: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def list_with_inner(given: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Return the given optimizers, each followed by those inside it that have state of their own.
 
     Examples are the `optim` of ZeroRedundancyOptimizer and the base of a wrapper such as SAM. Accelerate's wrapper
@@ -18,7 +18,7 @@ def with_inner(given: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optim
 
     def add_optimizer(optimizer: torch.optim.Optimizer) -> None:
         found.append(optimizer)
-        for inner in _inside(optimizer):
+        for inner in _find_inner(optimizer):
             if not shares_state(inner, found):
                 add_optimizer(inner)
 
@@ -33,7 +33,7 @@ def shares_state(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.
     return any(optimizer is other or optimizer.state is other.state for other in others)
 
 
-def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+def _find_inner(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     for value in vars(optimizer).values():
         several: Iterable[Any] = [value]
         if isinstance(value, Mapping):

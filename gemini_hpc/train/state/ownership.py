@@ -64,7 +64,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     size: tuple[int, ...]
 
 
-def unequal(entries: Sequence[Sequence[TensorEntry]]) -> frozenset[str]:
+def find_unequal(entries: Sequence[Sequence[TensorEntry]]) -> frozenset[str]:
     """Return the keys that cannot be one global tensor. Each rank has to keep those for itself.
 
     Shapes or item sizes differ between ranks, or fingerprints of the same box differ, or boxes overlap partly or
@@ -88,18 +88,18 @@ def unequal(entries: Sequence[Sequence[TensorEntry]]) -> frozenset[str]:
     for key, found in boxes.items():
         what = seen[key].shape, frozenset(found)
         if what not in tiled:
-            tiled[what] = _tiles(*what)
+            tiled[what] = _is_tiled(*what)
         if not tiled[what]:
             bad.add(key)
     return frozenset(bad)
 
 
-def printed(entries: Sequence[Sequence[TensorEntry]]) -> frozenset[str]:
+def find_fingerprinted(entries: Sequence[Sequence[TensorEntry]]) -> frozenset[str]:
     """Return the keys for which several ranks are assumed to have the same content in the same box."""
     return frozenset(entry.key for part in entries for entry in part if entry.print)
 
 
-def _tiles(shape: tuple[int, ...], boxes: frozenset[_Box]) -> bool:
+def _is_tiled(shape: tuple[int, ...], boxes: frozenset[_Box]) -> bool:
     """Return whether the boxes fill the shape without overlap."""
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False

@@ -32,8 +32,8 @@ from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Piece, ShardManifest, TensorRow
 from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
 from gemini_hpc.train.state import encode, inner, lifted
-from gemini_hpc.train.state.torch_dtypes import dtype_of
-from gemini_hpc.train.state.tree import Leaf, StateTree, box_of, local
+from gemini_hpc.train.state.torch_dtypes import find_dtype
+from gemini_hpc.train.state.tree import Leaf, StateTree, compute_local_box, get_local
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
@@ -68,17 +68,17 @@ class SavedShard:
         small = memory[layout.small_offset : header.used_bytes].numpy().tobytes()
         return cls(header, manifest, lambda piece: area[piece.at : piece.at + manifest.nbytes(piece)], small)
 
-    def tensor(self, piece: Piece) -> torch.Tensor:
+    def read_tensor(self, piece: Piece) -> torch.Tensor:
         """Return a piece with its own type and size.
 
         Raises:
             ValueError: The piece is damaged.
             OSError: The piece cannot be read.
         """
-        dtype = dtype_of(self.manifest.rows[piece.row].dtype)
+        dtype = find_dtype(self.manifest.rows[piece.row].dtype)
         return self.raw(piece).view(dtype).view(piece.size)
 
-    def small(self, *, enums: bool = True) -> dict[str, Any]:
+    def decode_small(self, *, enums: bool = True) -> dict[str, Any]:
         """Return the decoded small state.
 
         Args:
@@ -97,7 +97,7 @@ class SavedShard:
             raise ValueError("the small state lacks some of its parts")
         return value
 
-    def key(self, row: TensorRow) -> str:
+    def build_key(self, row: TensorRow) -> str:
         """Return the name of a row among all shards. A tensor that is not shared is named after its rank."""
         return row.key if row.shared else f"rank{self.manifest.rank}:{row.key}"
 
@@ -113,7 +113,7 @@ class MemoryReader(StorageReader):
             manifest = saved.manifest
             for piece in manifest.pieces:
                 row = manifest.rows[piece.row]
-                key = saved.key(row)
+                key = saved.build_key(row)
                 first, chunks = found.setdefault(key, (row, {}))
                 if (first.shape, first.dtype) != (row.shape, row.dtype):
                     raise ValueError(f"shards disagree about {row.key}")
@@ -123,7 +123,7 @@ class MemoryReader(StorageReader):
                 self._at[key, piece.offset] = saved, piece
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             key: TensorStorageMetadata(
-                properties=TensorProperties(dtype=dtype_of(row.dtype)),
+                properties=TensorProperties(dtype=find_dtype(row.dtype)),
                 size=torch.Size(row.shape),
                 chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks.items()],
             )
@@ -131,7 +131,7 @@ class MemoryReader(StorageReader):
         }
         self.metadata = Metadata(state_dict_metadata=entries)
 
-    def missing(self, key: str, tensor: torch.Tensor) -> str:
+    def find_fault(self, key: str, tensor: torch.Tensor) -> str:
         """Return the reason why `tensor` cannot be filled from here; empty if it can."""
         known = self.metadata.state_dict_metadata.get(key)
         if not isinstance(known, TensorStorageMetadata):
@@ -140,8 +140,8 @@ class MemoryReader(StorageReader):
             return (
                 f"is {tuple(tensor.shape)} {tensor.dtype}, was saved as {tuple(known.size)} {known.properties.dtype}"
             )
-        offset, size = _box(tensor)
-        covered = sum(_overlap((offset, size), (tuple(c.offsets), tuple(c.sizes))) for c in known.chunks)
+        offset, size = _find_box(tensor)
+        covered = sum(_count_overlap((offset, size), (tuple(c.offsets), tuple(c.sizes))) for c in known.chunks)
         return "" if covered == math.prod(size) else f"has {covered} of {math.prod(size)} elements in the saved state"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -167,7 +167,7 @@ class MemoryReader(StorageReader):
             OSError: The chunk cannot be read.
         """
         saved, piece = self._at[key, offset]
-        return saved.tensor(piece)
+        return saved.read_tensor(piece)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the planned chunks into their targets."""
@@ -192,21 +192,21 @@ class MemoryReader(StorageReader):
         """Do nothing: the reader has no state to reset."""
 
 
-def _box(tensor: torch.Tensor) -> Box:
+def _find_box(tensor: torch.Tensor) -> Box:
     if isinstance(tensor, DTensor):
-        size, offset = box_of(tensor)
+        size, offset = compute_local_box(tensor)
         return offset, size
     return (0,) * tensor.ndim, tuple(tensor.shape)
 
 
-def _overlap(a: Box, b: Box) -> int:
+def _count_overlap(a: Box, b: Box) -> int:
     sides = (
         max(0, min(ao + asz, bo + bsz) - max(ao, bo)) for ao, asz, bo, bsz in zip(a[0], a[1], b[0], b[1], strict=True)
     )
     return math.prod(sides)
 
 
-def enough_alone(saved: SavedShard, tree: StateTree) -> bool:
+def is_self_sufficient(saved: SavedShard, tree: StateTree) -> bool:
     """Return whether this rank's own shard has everything that this rank needs.
 
     The shard has it if the state is sharded and the world is the same.
@@ -215,7 +215,7 @@ def enough_alone(saved: SavedShard, tree: StateTree) -> bool:
     kept = [0] * len(manifest.rows)
     for piece in manifest.pieces:
         kept[piece.row] += math.prod(piece.size)
-    needed = {leaf.key: math.prod(_box(leaf.tensor)[1]) for leaf in tree.leaves()[0] if leaf.optimizer < 0}
+    needed = {leaf.key: math.prod(_find_box(leaf.tensor)[1]) for leaf in tree.find_leaves()[0] if leaf.optimizer < 0}
     for row, have in zip(manifest.rows, kept, strict=True):
         if row.optimizer == LIFTED or (row.optimizer >= 0 and not row.like_owner):
             wanted = math.prod(row.shape)
@@ -234,9 +234,11 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[TensorRow], small: dict
     params = {p.fqn: p.tensor for p in tree.params}
     wanted: dict[tuple[int, str], dict[str, TensorRow | None]] = {}
     composed: dict[tuple[int, str, str], dict[str, TensorRow]] = {}  # parts of tensors made of others
-    made = {where: recipe for where, recipe in inner.recipes(small).items() if where[0] >= 0}
+    made = {where: recipe for where, recipe in inner.read_recipes(small).items() if where[0] >= 0}
     parts = {
-        (i, owner, f"{name}.{path}"): (name, path) for (i, owner, name), m in made.items() for path in inner.paths(m)
+        (i, owner, f"{name}.{path}"): (name, path)
+        for (i, owner, name), m in made.items()
+        for path in inner.list_paths(m)
     }
     for row in rows:
         if row.optimizer < 0:
@@ -266,9 +268,9 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[TensorRow], small: dict
             row = wanted_row
             old = state.get(name)
             if (i, owner, name) in composed:
-                state[name] = _composed(old, made[i, owner, name], composed[i, owner, name], parameter)
+                state[name] = _ensure_composed(old, made[i, owner, name], composed[i, owner, name], parameter)
                 continue
-            dtype = dtype_of(row.dtype)
+            dtype = find_dtype(row.dtype)
             if row.like_owner:
                 if not (isinstance(old, torch.Tensor) and old.shape == parameter.shape and old.dtype == dtype):
                     state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -278,7 +280,7 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[TensorRow], small: dict
                 and tuple(old.shape) == row.shape
                 and old.dtype == dtype
             ):
-                like = local(parameter)
+                like = get_local(parameter)
                 device = like.device if row.device == like.device.type else torch.device(row.device)
                 if isinstance(parameter, DTensor) and tuple(parameter.shape) == row.shape and row.shape:
                     state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -288,25 +290,27 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[TensorRow], small: dict
                     state[name] = torch.empty(row.shape, dtype=dtype, device=device)
 
 
-def _composed(old: Any, made: dict[str, Any], rows: dict[str, TensorRow], parameter: torch.Tensor) -> torch.Tensor:
+def _ensure_composed(
+    old: Any, made: dict[str, Any], rows: dict[str, TensorRow], parameter: torch.Tensor
+) -> torch.Tensor:
     """Return the present tensor if it is made in this way, of such parts; else a new one.
 
     Raises:
         ValueError: The saved state lacks a part.
     """
-    if isinstance(old, torch.Tensor) and inner.composed(old) and inner.recipe(old) == made:
-        here = {path: (tuple(part.shape), part.dtype) for path, part in inner.parts(old)}
-        if here == {path: (row.shape, dtype_of(row.dtype)) for path, row in rows.items()}:
+    if isinstance(old, torch.Tensor) and inner.is_composed(old) and inner.build_recipe(old) == made:
+        here = {path: (tuple(part.shape), part.dtype) for path, part in inner.list_parts(old)}
+        if here == {path: (row.shape, find_dtype(row.dtype)) for path, row in rows.items()}:
             return old
 
-    def part(path: str) -> torch.Tensor:
+    def build_part(path: str) -> torch.Tensor:
         if path not in rows:
             raise ValueError(f"a {made['class']} lacks its part {path} in the saved state")
-        row, like = rows[path], local(parameter).device
+        row, like = rows[path], get_local(parameter).device
         device = like if row.device == like.type else torch.device(row.device)
-        return torch.zeros(row.shape, dtype=dtype_of(row.dtype), device=device)
+        return torch.zeros(row.shape, dtype=find_dtype(row.dtype), device=device)
 
-    return inner.make(made, part, parameter)
+    return inner.build_tensor(made, build_part, parameter)
 
 
 def load(
@@ -329,14 +333,14 @@ def load(
     Raises:
         ValueError: The saved state does not fit this training.
     """
-    small = own.small()
+    small = own.decode_small()
     tree.reshard()
     for recorder, order in zip(tree.ddps, small["buckets"], strict=False):
         recorder.replay(order)
     rows = {row.key: row for row in own.manifest.rows}
     if not same_world:
         # an optimizer that shards by parameter has other parameters on other ranks
-        steps = [tree.stepped_by(number) for number in range(len(tree.optimizers))]
+        steps = [tree.list_stepped(number) for number in range(len(tree.optimizers))]
         rows = {key: row for key, row in rows.items() if _is_mine(row, steps)}
         for saved in shards:
             rows = {row.key: row for row in saved.manifest.rows if _is_mine(row, steps)} | rows
@@ -347,19 +351,19 @@ def load(
         _check_nothing_is_lost(tree, [*own.manifest.rows, *(row for row, _ in late.values())])
     with torch.no_grad():
         reader = MemoryReader(shards)
-        small = _with_lifted(small, reader, own)
+        small = _restore_lifted(small, reader, own)
         make_optimizer_state(tree, [*rows.values(), *(row for row, _ in late.values())], small)
-        leaves, _ = tree.leaves()
+        leaves, _ = tree.find_leaves()
         rounds: list[dict[str, torch.Tensor]] = []  # tensors tied in the saved run, but not here, are read twice
         problems = []
         for leaf in leaves:
             if leaf.key in late:
                 _fill_late(leaf, *late[leaf.key])
                 continue
-            key, why = _source(reader, own, leaf, rank)
+            key, why = _find_source(reader, own, leaf, rank)
             if why:
                 problems.append(f"{leaf.key} {why}")
-            elif local(leaf.tensor).numel():
+            elif get_local(leaf.tensor).numel():
                 free = next((targets for targets in rounds if key not in targets), None)
                 if free is None:
                     rounds.append(free := {})
@@ -373,7 +377,7 @@ def load(
     return small
 
 
-def counts(small: Mapping[str, Any], world: int) -> dict[str, int]:
+def read_saved_units(small: Mapping[str, Any], world: int) -> dict[str, int]:
     """Return the units in which the loader's position may count.
 
     Args:
@@ -383,7 +387,7 @@ def counts(small: Mapping[str, Any], world: int) -> dict[str, int]:
     return {**small.get("counted", {}), "ranks": world}
 
 
-def _with_lifted(small: dict[str, Any], reader: MemoryReader, own: SavedShard) -> dict[str, Any]:
+def _restore_lifted(small: dict[str, Any], reader: MemoryReader, own: SavedShard) -> dict[str, Any]:
     """Return the small state of `own` with the lifted tensors put back.
 
     Raises:
@@ -391,8 +395,8 @@ def _with_lifted(small: dict[str, Any], reader: MemoryReader, own: SavedShard) -
     """
     loaded: dict[str, torch.Tensor] = {}
     targets: dict[str, torch.Tensor] = {}
-    for wanted in lifted.all_in(small):
-        tensor = loaded[wanted.key] = lifted.room_for(wanted)
+    for wanted in lifted.list_lifted(small):
+        tensor = loaded[wanted.key] = lifted.allocate_tensor(wanted)
         key, why = _find(reader, (f"rank{own.manifest.rank}:{wanted.key}", wanted.key), tensor)
         if why:
             raise ValueError(f"the saved state is not whole: {wanted.key} {why}")
@@ -423,7 +427,7 @@ def _read(targets: dict[str, torch.Tensor], reader: StorageReader) -> None:
 
 
 def _check_nothing_is_lost(tree: StateTree, rows: Iterable[TensorRow]) -> None:
-    known = {leaf.key for leaf in tree.leaves()[0] if leaf.optimizer < 0} | tree.aliases.keys()
+    known = {leaf.key for leaf in tree.find_leaves()[0] if leaf.optimizer < 0} | tree.aliases.keys()
     if unknown := sorted(row.key for row in rows if row.optimizer == PARAMETER and row.key not in known):
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ValueError(
@@ -433,7 +437,7 @@ def _check_nothing_is_lost(tree: StateTree, rows: Iterable[TensorRow]) -> None:
 
 
 def _fill_late(leaf: Leaf, row: TensorRow, saved: torch.Tensor) -> None:
-    here = local(leaf.tensor)
+    here = get_local(leaf.tensor)
     if here.shape != saved.shape:
         raise ValueError(
             f"{row.key} was created after the first step and was captured rank by rank: it can only be loaded "
@@ -442,9 +446,9 @@ def _fill_late(leaf: Leaf, row: TensorRow, saved: torch.Tensor) -> None:
     here.copy_(saved)
 
 
-def _source(reader: MemoryReader, own: SavedShard, leaf: Leaf, rank: int) -> tuple[str, str]:
+def _find_source(reader: MemoryReader, own: SavedShard, leaf: Leaf, rank: int) -> tuple[str, str]:
     """Return the leaf's key among the shards, and the reason why it cannot be read or an empty text."""
-    if not local(leaf.tensor).numel():
+    if not get_local(leaf.tensor).numel():
         return leaf.key, ""
     names = [leaf.key, f"rank{rank}:{leaf.key}", f"rank{own.manifest.rank}:{leaf.key}"]
     if leaf.key in own.manifest.aliases:  # tied in the saved run, not in this one
@@ -457,4 +461,4 @@ def _find(reader: MemoryReader, names: Sequence[str], tensor: torch.Tensor) -> t
     known = [name for name in names if name in reader.metadata.state_dict_metadata]
     if not known:
         return names[0], "is not in the saved state"
-    return known[0], reader.missing(known[0], tensor)
+    return known[0], reader.find_fault(known[0], tensor)

@@ -16,7 +16,7 @@ PARAMETERS, OTHERS = 512, 128  # tensors of each kind that are sampled for one v
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def few(view: torch.Tensor, *, flat: bool) -> torch.Tensor:
+def sample_elements(view: torch.Tensor, *, flat: bool) -> torch.Tensor:
     """Return a one-dimensional view, as integers, of about MOST elements, less than twice as many.
 
     Tensors of the same shape are sampled at the same places.
@@ -44,7 +44,7 @@ def few(view: torch.Tensor, *, flat: bool) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors of the same shape and type are equal, bit for bit.
 
     A zero has a sign here, and a NaN equals itself.
@@ -65,7 +65,7 @@ class Places:
         """Group the places.
 
         Args:
-            fews: The sampled view of each tensor, see `few`.
+            fews: The sampled view of each tensor, see `sample_elements`.
             members: Numbers of the tensors to sample.
         """
         self._kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -80,7 +80,7 @@ class Places:
         """Return the present elements, by device and type."""
         return [torch.cat(lines) for lines in self._lines]
 
-    def differing(self, read: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[int]:
+    def find_differing(self, read: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the tensors whose copies differ from the elements read.
 
         Args:
@@ -113,7 +113,7 @@ class Turns:
         self._every = max(1, -(-len(members) // most))
         self._made: dict[int, Places] = {}
 
-    def of(self, turn: int) -> Places:
+    def choose_places(self, turn: int) -> Places:
         """Return the places of this turn."""
         turn %= self._every
         if turn not in self._made:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from gemini_hpc.train.state.encode import DTensorPart
 
 
-def parts(state: Any) -> Any:
+def replace_dtensors(state: Any) -> Any:
     """Return the state with parts in place of its DTensors, in mappings, lists and tuples.
 
     A state without DTensors is returned itself. DTensors elsewhere stay, and the encoder refuses them.
@@ -24,10 +24,10 @@ def parts(state: Any) -> Any:
     if isinstance(state, DTensor):
         return DTensorPart(state._local_tensor, tuple(state.shape), str(state.placements))
     if isinstance(state, Mapping):
-        found = {key: parts(value) for key, value in state.items()}
+        found = {key: replace_dtensors(value) for key, value in state.items()}
         return state if all(found[key] is value for key, value in state.items()) else found
     if type(state) in (list, tuple):
-        items = [parts(value) for value in state]
+        items = [replace_dtensors(value) for value in state]
         return state if all(a is b for a, b in zip(items, state, strict=True)) else type(state)(items)
     return state
 
@@ -53,7 +53,7 @@ class Wholes:
         for like in likes:
             self._likes.setdefault((tuple(like.shape), str(like.placements)), like)
 
-    def of(self, saved: Any, now: Any, where: str) -> Any:
+    def rebuild(self, saved: Any, now: Any, where: str) -> Any:
         """Return the saved state with DTensors in place of their parts.
 
         Args:
@@ -65,18 +65,18 @@ class Wholes:
             ValueError: No DTensor here matches a part, or the matching one has a local part of another shape.
         """
         if isinstance(saved, DTensorPart):
-            return self._one(saved, now, where)
+            return self._rebuild_dtensor(saved, now, where)
         if isinstance(saved, Mapping):
             known = now if isinstance(now, Mapping) else {}
-            return {key: self.of(value, known.get(key), f"{where}[{key!r}]") for key, value in saved.items()}
+            return {key: self.rebuild(value, known.get(key), f"{where}[{key!r}]") for key, value in saved.items()}
         if type(saved) in (list, tuple):
             there = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
             return type(saved)(
-                self.of(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, there, strict=True))
+                self.rebuild(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, there, strict=True))
             )
         return saved
 
-    def _one(self, saved: DTensorPart, now: Any, where: str) -> DTensor:
+    def _rebuild_dtensor(self, saved: DTensorPart, now: Any, where: str) -> DTensor:
         like = now if isinstance(now, DTensor) else self._likes.get((saved.shape, saved.placements))
         if like is None:
             raise ValueError(f"{where} was a DTensor {saved.shape} {saved.placements}; nothing here matches it")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gemini_hpc.train.state.sample import few, same_bits
+from gemini_hpc.train.state.sample import have_same_bits, sample_elements
 
 
 class StateChangedError(Exception):
@@ -53,7 +53,7 @@ class TensorSource:
                     view = view.narrow(dim, start, length)
             self.views.append(view)
         self.flats = [view.is_contiguous() for view in self.views]
-        self.fews = [few(view, flat=flat) for view, flat in zip(self.views, self.flats, strict=True)]
+        self.fews = [sample_elements(view, flat=flat) for view, flat in zip(self.views, self.flats, strict=True)]
 
     def is_at(self, here: torch.Tensor) -> bool:
         """Return whether the source has the memory of this tensor, maybe through another object."""
@@ -68,7 +68,7 @@ class TensorSource:
         """Return the reason why this tensor does not fit."""
         return f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(here.shape)} {here.dtype} now"
 
-    def stage(self, version: int, *, compare: bool) -> None:
+    def copy_to_staging(self, version: int, *, compare: bool) -> None:
         """Copy the tensor into staging memory now.
 
         Args:
@@ -80,6 +80,6 @@ class TensorSource:
             self.staging, self.since = [view.contiguous().clone() for view in self.views], version
             return
         for stage, view in zip(self.staging, self.views, strict=True):
-            if not compare or view.is_cuda or not same_bits(stage, view):
+            if not compare or view.is_cuda or not have_same_bits(stage, view):
                 self.since = version
                 stage.copy_(view)

@@ -23,39 +23,39 @@ class Sparse:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self.tensors = _parts(tensor)  # by path below the parameter
-        self._recipe = _recipe(tensor)
+        self.tensors = _list_parts(tensor)  # by path below the parameter
+        self._recipe = _build_recipe(tensor)
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the parameter is made of the same memory and is not trained."""
-        if self._tensor.requires_grad or _recipe(self._tensor) != self._recipe:
+        if self._tensor.requires_grad or _build_recipe(self._tensor) != self._recipe:
             return False
-        now = _parts(self._tensor)
-        return all(_place(now[name]) == _place(found) for name, found in self.tensors.items())
+        now = _list_parts(self._tensor)
+        return all(_locate(now[name]) == _locate(found) for name, found in self.tensors.items())
 
-    def recipe(self) -> Recipe:
+    def build_recipe(self) -> Recipe:
         """Return the values that have to be the same at the resume."""
         return self._recipe
 
 
-def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def _list_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     here = tensor.detach()
     if here.layout == torch.sparse_coo:  # the public methods require a coalesced tensor, a new object
         return {"indices": here._indices(), "values": here._values()}
     return {name: getattr(here, name)() for name in (*_COMPRESSED[here.layout], "values")}
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+def _locate(tensor: torch.Tensor) -> tuple[int, torch.Size]:
     return tensor.data_ptr(), tensor.shape
 
 
-def _recipe(tensor: torch.Tensor) -> Recipe:
+def _build_recipe(tensor: torch.Tensor) -> Recipe:
     about = {"shape": tuple(tensor.shape), "coalesced": tensor.layout != torch.sparse_coo or tensor.is_coalesced()}
     inner = dict.fromkeys(("values",))
     return {"class": str(tensor.layout), "about": about, "inner": inner, "sharded": False}
 
 
-def of(tensor: torch.Tensor) -> Sparse | None:
+def find_sparse(tensor: torch.Tensor) -> Sparse | None:
     """Return the parts of a sparse parameter that is not trained; None for any other tensor."""
     known = tensor.layout == torch.sparse_coo or tensor.layout in _COMPRESSED
     return Sparse(tensor) if known and not tensor.requires_grad and not tensor.is_meta else None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gemini_hpc.train.state.sample import few
+from gemini_hpc.train.state.sample import sample_elements
 
 _LOOKS = 100  # comparisons made at most, because each waits for the device
 _SAMPLED = 16
@@ -23,20 +23,23 @@ class Stillness:
         """Begin anew, after an optimizer step."""
         self._seen = []
 
-    def broken(self, weights: Iterable[torch.Tensor]) -> bool:
+    def detect_change(self, weights: Iterable[torch.Tensor]) -> bool:
         """Return whether the weights differ from those of the call before (`forget` restarts the comparison).
 
         After 100 comparisons without a difference no more are made.
         """
         if self._looks == _LOOKS:
             return False
-        trained = [weight for weight in weights if weight.requires_grad and weight.numel() and _plain(weight)]
+        trained = [weight for weight in weights if weight.requires_grad and weight.numel() and _is_plain(weight)]
         chosen = trained[:: max(1, -(-len(trained) // _SAMPLED))]
-        before, self._seen = self._seen, [few(weight, flat=weight.is_contiguous()).cpu().clone() for weight in chosen]
+        before, self._seen = (
+            self._seen,
+            [sample_elements(weight, flat=weight.is_contiguous()).cpu().clone() for weight in chosen],
+        )
         same = len(before) == len(chosen) and all(map(torch.equal, before, self._seen))
         self._looks += same
         return bool(before) and not same
 
 
-def _plain(weight: torch.Tensor) -> bool:
+def _is_plain(weight: torch.Tensor) -> bool:
     return type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout == torch.strided

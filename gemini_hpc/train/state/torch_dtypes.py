@@ -9,13 +9,13 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def name_dtype(dtype: torch.dtype) -> str:
     """Return the type's name in a manifest: `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Return the type of a name, the inverse of `dtype_name`.
+def find_dtype(name: str) -> torch.dtype:
+    """Return the type of a name, the inverse of `name_dtype`.
 
     Raises:
         ValueError: The name is unknown.

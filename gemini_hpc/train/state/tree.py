@@ -25,12 +25,12 @@ from gemini_hpc.train.state import encode, extra_state, handed_out, hidden, host
 from gemini_hpc.train.state.buckets import ArrivalOrder
 from gemini_hpc.train.state.comm_hooks import CommHooks
 from gemini_hpc.train.state.groups import Members, ParameterGroup, unpack
-from gemini_hpc.train.state.inner import composed
-from gemini_hpc.train.state.lifted import Lift, early
-from gemini_hpc.train.state.loader import counted_in
-from gemini_hpc.train.state.modules import Modules, UnsupportedStateError, gathered, same
+from gemini_hpc.train.state.inner import is_composed
+from gemini_hpc.train.state.lifted import Lift, is_early
+from gemini_hpc.train.state.loader import read_loader_units
+from gemini_hpc.train.state.modules import Modules, UnsupportedStateError, are_same, is_gathered
 from gemini_hpc.train.state.ownership import TensorEntry
-from gemini_hpc.train.state.torch_dtypes import dtype_name
+from gemini_hpc.train.state.torch_dtypes import name_dtype
 
 _PRINT_SAMPLES = 4096
 
@@ -105,22 +105,22 @@ class Packed(NamedTuple):
     gaps: encode.Gaps | None = None
 
 
-def nothing_lifted(name: str, tensor: torch.Tensor) -> bool:
+def lifts_nothing(name: str, tensor: torch.Tensor) -> bool:
     """Return False: for small states that keep their tensors."""
     return False
 
 
-def nothing_deferred(tensor: torch.Tensor) -> bool:
+def defers_nothing(tensor: torch.Tensor) -> bool:
     """Return False: for small states that are complete at once."""
     return False
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def get_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that lies in this process."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's memory is all of its state.
 
     A class of its own may qualify, unless it is made of other tensors.
@@ -129,14 +129,14 @@ def _plain(tensor: torch.Tensor) -> bool:
     return not made_of_others and tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _unsupported(name: str, here: torch.Tensor) -> UnsupportedStateError:
+def _build_unsupported_error(name: str, here: torch.Tensor) -> UnsupportedStateError:
     return UnsupportedStateError(
         f"{name} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and DTensors of "
         "them can be captured"
     )
 
 
-def _beside(
+def _find_hidden_or_sparse(
     fqn: str, tensor: torch.Tensor, module: nn.Module | None, key: str
 ) -> hidden.Hidden | sparse.Sparse | None:
     """Return the tensors that make a parameter beside its own memory, or in its place.
@@ -144,7 +144,7 @@ def _beside(
     Raises:
         UnsupportedStateError: They cannot be captured.
     """
-    return sparse.of(tensor) or hidden.of(fqn, tensor, module, key)
+    return sparse.find_sparse(tensor) or hidden.find_hidden(fqn, tensor, module, key)
 
 
 def find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
@@ -177,16 +177,16 @@ class _OptimizerState:
             self._known.append((parameter, values, tuple(values), kept))
             for name, value in values.items():
                 key = f"optimizer.{number}.{owner.fqn}.{name}"
-                if isinstance(value, torch.Tensor) and composed(value):
-                    self.made[number, owner.fqn, name] = inner.recipe(value)
-                    for path, part in self._parts.of(value):
+                if isinstance(value, torch.Tensor) and is_composed(value):
+                    self.made[number, owner.fqn, name] = inner.build_recipe(value)
+                    for path, part in self._parts.record_parts(value):
                         self.leaves.append(Leaf(f"{key}.{path}", part, owner, number, f"{name}.{path}"))
                 elif isinstance(value, torch.Tensor):
                     self.leaves.append(Leaf(key, value, owner, number, name))
                 else:
                     self._odd.append(((number, owner.fqn, name), values, name))
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the optimizer has the same tensors under the same names."""
         state = self._optimizer.state
         if len(state) != len(self._known):
@@ -198,15 +198,15 @@ class _OptimizerState:
                 continue
             if values is not known_values or tuple(values) != names:
                 return False
-            if not all(map(is_, values.values(), kept)) and not all(map(_alike, values.values(), kept)):
+            if not all(map(is_, values.values(), kept)) and not all(map(_is_same_value, values.values(), kept)):
                 return False
         return self._parts.are_same()
 
-    def loose(self) -> dict[Any, Any]:
+    def read_loose(self) -> dict[Any, Any]:
         """Return the present state that belongs to no parameter."""
         return {key: self._optimizer.state[key] for key in self._loose}
 
-    def odd(self) -> dict[tuple[int, str, str], Any]:
+    def read_odd(self) -> dict[tuple[int, str, str], Any]:
         """Return the present state that is no tensor."""
         return {key: values[name] for key, values, name in self._odd}
 
@@ -217,17 +217,17 @@ class _Parts:
     def __init__(self) -> None:
         self._found: list[inner.CompositeTensor] = []
 
-    def of(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def record_parts(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return the parts of a tensor, by their paths in it, and remember them."""
-        self._found += inner.levels(tensor)
-        return list(inner.parts(tensor))
+        self._found += inner.list_levels(tensor)
+        return list(inner.list_parts(tensor))
 
     def are_same(self) -> bool:
         """Return whether each tensor is made of the same parts, in the same way."""
-        return all(map(inner.CompositeTensor.holds, self._found))
+        return all(map(inner.CompositeTensor.is_current, self._found))
 
 
-def _alike(value: Any, kept: torch.Tensor | None) -> bool:
+def _is_same_value(value: Any, kept: torch.Tensor | None) -> bool:
     return value is kept or (kept is None and not isinstance(value, torch.Tensor))
 
 
@@ -274,7 +274,7 @@ class StateTree:
         self.begins_anew: list[str] = []  # sentences about the last restore: state that begins anew
         self._modules = Modules({"model.": root, **{f"extra.{n}.": m for n, m in extra_modules.items()}})
         self._find()
-        self._built = {name: local(tensor).shape for name, tensor in self.buffers.items()}
+        self._built = {name: get_local(tensor).shape for name, tensor in self.buffers.items()}
         self._trained = {param.fqn: param.tensor.requires_grad for param in self.params}  # at construction
         self._changed: dict[str, bool] = {}
 
@@ -288,21 +288,21 @@ class StateTree:
 
         def add(fqn: str, tensor: torch.Tensor, replicated: bool, module: nn.Module | None = None) -> bool:
             before = known.get(fqn)
-            if before is not None and gathered(tensor, before):
+            if before is not None and is_gathered(tensor, before):
                 tensor = before
             if (first := params.get(id(tensor))) is not None:
                 aliases[fqn] = first.fqn
                 return False
-            here = local(tensor)
+            here = get_local(tensor)
             if is_lazy(here):
                 raise UnsupportedStateError(f"{fqn} has no size before the first forward pass: run one before this")
-            plain = [part for _, part in inner.parts(here)] if composed(here) else [here]
+            plain = [part for _, part in inner.list_parts(here)] if is_composed(here) else [here]
             place = module, fqn.rpartition(".")[2]
-            if (beside := _beside(fqn, tensor, *place)) is not None:
+            if (beside := _find_hidden_or_sparse(fqn, tensor, *place)) is not None:
                 plain = [*([] if isinstance(beside, sparse.Sparse) else plain), *beside.tensors.values()]
                 places[fqn] = place
-            if not all(_plain(part) and not part.is_meta for part in plain):
-                raise _unsupported(fqn, here)
+            if not all(_is_plain(part) and not part.is_meta for part in plain):
+                raise _build_unsupported_error(fqn, here)
             params[id(tensor)] = Param(fqn, tensor, replicated)
             return True
 
@@ -323,7 +323,7 @@ class StateTree:
         self._by_id, self.aliases, self.outside = params, aliases, outside
         self.params, self._places = list(params.values()), places
         self._names = {number: param.fqn for number, param in params.items()}
-        self._stepped = _grouped(self.optimizers)
+        self._stepped = _list_grouped(self.optimizers)
         self._members = [Members(optimizer) for optimizer in self.optimizers]
         self._states, self._leaves, self._flags = [], [], []
 
@@ -334,7 +334,7 @@ class StateTree:
         """
         self._modules.reshard()
 
-    def stepped_by(self, number: int) -> set[str]:
+    def list_stepped(self, number: int) -> set[str]:
         """Return the names of the parameters in an optimizer's groups."""
         groups = self.optimizers[number].param_groups
         return {self._names[id(p)] for group in groups for p in group["params"] if id(p) in self._names}
@@ -345,7 +345,7 @@ class StateTree:
         Raises:
             UnsupportedStateError: There is state that cannot be captured.
         """
-        if self._modules.holds() and same(_grouped(self.optimizers), self._stepped):
+        if self._modules.is_current() and are_same(_list_grouped(self.optimizers), self._stepped):
             return
         self._modules.find()
         self._find()
@@ -368,7 +368,7 @@ class StateTree:
 
     # ---- tensors ---------------------------------------------------------------------------------------
 
-    def leaves(self) -> tuple[list[Leaf], dict[tuple[int, str, str], Any]]:
+    def find_leaves(self) -> tuple[list[Leaf], dict[tuple[int, str, str], Any]]:
         """Return all present parameters and optimizer tensors, and the optimizer state that is no tensor.
 
         The list is the same object as at the last call if its tensors are the same.
@@ -382,30 +382,32 @@ class StateTree:
         self.refresh()
         states = self._states
         held = self._leaves and len(states) == len(self.optimizers) and self._parts.are_same()
-        held = held and all(beside.holds() for beside in self._beside.values())
-        if not (held and all(state.holds() for state in states)):
+        held = held and all(beside.is_current() for beside in self._beside.values())
+        if not (held and all(state.is_current() for state in states)):
             states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
             self._states = states
             self._parts, self._made = _Parts(), None
             self._beside = self._find_beside()
-            self._leaves = [leaf for p in self.params for leaf in self._of_parameter(p)]
+            self._leaves = [leaf for p in self.params for leaf in self._list_parameter_leaves(p)]
             for state in states:
                 self._leaves += state.leaves
-        return self._leaves, {key: value for state in states for key, value in state.odd().items()}
+        return self._leaves, {key: value for state in states for key, value in state.read_odd().items()}
 
     def _find_beside(self) -> dict[str, hidden.Hidden | sparse.Sparse]:
         tensors = {p.fqn: p.tensor for p in self.params if p.fqn in self._places}
-        found = {fqn: _beside(fqn, tensor, *self._places[fqn]) for fqn, tensor in tensors.items()}
+        found = {fqn: _find_hidden_or_sparse(fqn, tensor, *self._places[fqn]) for fqn, tensor in tensors.items()}
         return {fqn: beside for fqn, beside in found.items() if beside is not None}
 
-    def _of_parameter(self, p: Param) -> list[Leaf]:
+    def _list_parameter_leaves(self, p: Param) -> list[Leaf]:
         beside = self._beside.get(p.fqn)
         if isinstance(beside, sparse.Sparse):
             own = []
-        elif composed(p.tensor):
-            own = [Leaf(f"{p.fqn}.{path}", part, p, PARAMETER, "") for path, part in self._parts.of(p.tensor)]
-        elif not _plain(local(p.tensor)):  # sparse, and trained by now
-            raise _unsupported(p.fqn, local(p.tensor))
+        elif is_composed(p.tensor):
+            own = [
+                Leaf(f"{p.fqn}.{path}", part, p, PARAMETER, "") for path, part in self._parts.record_parts(p.tensor)
+            ]
+        elif not _is_plain(get_local(p.tensor)):  # sparse, and trained by now
+            raise _build_unsupported_error(p.fqn, get_local(p.tensor))
         else:
             own = [Leaf(p.fqn, p.tensor, p, PARAMETER, "")]
         if beside is not None:
@@ -417,17 +419,17 @@ class StateTree:
     @property
     def with_hidden(self) -> list[str]:
         """Return the names of parameters that have state outside their memory."""
-        self.leaves()
+        self.find_leaves()
         found = self._beside.items()
         return [fqn for fqn, beside in found if isinstance(beside, hidden.Hidden) and beside.tensors]
 
-    def _recipes(self) -> dict[str, inner.Recipe]:
+    def _build_recipes(self) -> dict[str, inner.Recipe]:
         """Return the recipes of parameters, by name."""
-        found = {p.fqn: inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
-        kept = ((fqn, beside.recipe()) for fqn, beside in self._beside.items())
+        found = {p.fqn: inner.build_recipe(p.tensor) for p in self.params if is_composed(p.tensor)}
+        kept = ((fqn, beside.build_recipe()) for fqn, beside in self._beside.items())
         return found | {fqn: recipe for fqn, recipe in kept if recipe is not None}
 
-    def handed_out(self) -> dict[str, Callable[[], list[str]]]:
+    def build_entry_searches(self) -> dict[str, Callable[[], list[str]]]:
         """Return, by module and optimizer, a function that finds uncaptured entries of its `state_dict()`.
 
         The functions return the names of these entries.
@@ -435,26 +437,26 @@ class StateTree:
         Raises:
             UnsupportedStateError: There is state that cannot be captured.
         """
-        leaves, _ = self.leaves()
-        captured = handed_out.memory([*(leaf.tensor for leaf in leaves), *self.buffers.values()])
+        leaves, _ = self.find_leaves()
+        captured = handed_out.find_addresses([*(leaf.tensor for leaf in leaves), *self.buffers.values()])
         names = {slot.fqn for slot in (*self._modules.parameters, *self._modules.buffers)}
         names |= self._modules.with_extra.keys()
         looks: dict[str, Callable[[], list[str]]] = {
-            prefix.removesuffix("."): partial(handed_out.of_module, root, prefix, names, captured)
+            prefix.removesuffix("."): partial(handed_out.find_in_module, root, prefix, names, captured)
             for prefix, root in self._modules.roots.items()
         }
         for number, optimizer in enumerate(self.optimizers):
             what = f"optimizer {number} ({type(optimizer).__name__})"
-            looks[what] = partial(handed_out.of_optimizer, optimizer, captured)
+            looks[what] = partial(handed_out.find_in_optimizer, optimizer, captured)
         return looks
 
-    def made(self) -> bytes:
+    def encode_recipes(self) -> bytes:
         """Return the encoded recipes of tensors made of others, by (optimizer or -1, parameter, name or "").
 
         The bytes are cached: there may be many recipes, and they stay the same.
         """
         if self._made is None:
-            found = {(-1, fqn, ""): recipe for fqn, recipe in self._recipes().items()}
+            found = {(-1, fqn, ""): recipe for fqn, recipe in self._build_recipes().items()}
             for state in self._states:
                 found |= state.made
             self._made = encode.encode(found) if found else b""
@@ -472,16 +474,16 @@ class StateTree:
             UnsupportedStateError: The leaf cannot be captured.
         """
         tensor = leaf.tensor
-        here = local(tensor)
-        if not _plain(here):
-            raise _unsupported(leaf.key, here)
+        here = get_local(tensor)
+        if not _is_plain(here):
+            raise _build_unsupported_error(leaf.key, here)
         shape, offset, size = tuple(tensor.shape), (0,) * tensor.ndim, tuple(here.shape)
         shared, fingerprint, like_owner = world == 1, 0, False
         owner = leaf.owner.tensor
         if isinstance(tensor, DTensor):
             if any(p.is_partial() for p in tensor.placements):
                 raise UnsupportedStateError(f"{leaf.key} is a DTensor with partial sums: it has no definite value")
-            shared, (size, offset) = True, box_of(tensor)
+            shared, (size, offset) = True, compute_local_box(tensor)
             fingerprint = _fingerprint(here, closely) if world > 1 else 0  # with HSDP several ranks have the same box
             like_owner = (
                 isinstance(owner, DTensor) and owner.shape == tensor.shape and owner.placements == tensor.placements
@@ -495,7 +497,7 @@ class StateTree:
             shared, fingerprint = True, _fingerprint(here, closely)
         row = TensorRow(
             key=leaf.key,
-            dtype=dtype_name(tensor.dtype),
+            dtype=name_dtype(tensor.dtype),
             shape=shape,
             shared=shared,
             device=here.device.type,
@@ -509,21 +511,21 @@ class StateTree:
 
     # ---- small state -----------------------------------------------------------------------------------
 
-    def small(self, odd: Mapping[tuple[int, str, str], Any]) -> dict[str, Any]:
+    def capture_small(self, odd: Mapping[tuple[int, str, str], Any]) -> dict[str, Any]:
         """Return all state that is captured at once: generators, buffers, groups, schedulers and the like.
 
         Raises:
             NotGivenError: An object has failed to give its state.
         """
-        buffers = {name: local(tensor) for name, tensor in self.buffers.items()}
+        buffers = {name: get_local(tensor) for name, tensor in self.buffers.items()}
         return {
             "rng": rng.capture(),
             "buffers": buffers,
             "extra_state": extra_state.capture(self._modules.with_extra),
             "comm_hooks": self.comm_hooks.capture(),
             "emptied": [name for name in self._built if name not in buffers],
-            "trained": self._retrained(),
-            "loose": [state.loose() for state in self._states],
+            "trained": self._find_retrained(),
+            "loose": [state.read_loose() for state in self._states],
             "reshaped": [
                 name for name, shape in self._built.items() if name in buffers and buffers[name].shape != shape
             ],
@@ -535,13 +537,15 @@ class StateTree:
             "members": [members.pack(self._names) for members in self._members],
             "transient": sorted(self._modules.transient & buffers.keys()),
             "odd": dict(odd),
-            "made": self.made(),
-            "stateful": {name: sharded.parts(_given(name, item)) for name, item in self.stateful.items()},
-            "counted": counted_in(self.stateful.get("loader")),
+            "made": self.encode_recipes(),
+            "stateful": {
+                name: sharded.replace_dtensors(_read_state(name, item)) for name, item in self.stateful.items()
+            },
+            "counted": read_loader_units(self.stateful.get("loader")),
             "buckets": [recorder.order for recorder in self.ddps],
         }
 
-    def _retrained(self) -> dict[str, bool]:
+    def _find_retrained(self) -> dict[str, bool]:
         """Return the parameters that were frozen or unfrozen in mid-training, with their present flag."""
         now = [param.tensor.requires_grad for param in self.params]
         if now != self._flags:
@@ -555,8 +559,8 @@ class StateTree:
         odd: Mapping[tuple[int, str, str], Any],
         late: Sequence[Leaf],
         world: int,
-        lifts: Callable[[str, torch.Tensor], bool] = nothing_lifted,
-        defers: Callable[[torch.Tensor], bool] = nothing_deferred,
+        lifts: Callable[[str, torch.Tensor], bool] = lifts_nothing,
+        defers: Callable[[torch.Tensor], bool] = defers_nothing,
     ) -> Packed:
         """Encode the small state.
 
@@ -572,13 +576,13 @@ class StateTree:
             UnknownTypeError: A value cannot be encoded.
             UnsupportedStateError: A late tensor cannot be captured.
         """
-        extra = [(msgspec.structs.astuple(self.describe(leaf, world)[0]), local(leaf.tensor)) for leaf in late]
+        extra = [(msgspec.structs.astuple(self.describe(leaf, world)[0]), get_local(leaf.tensor)) for leaf in late]
         lift = Lift(lifts)
-        small = lift.out_of(self.small(odd))
+        small = lift.lift_tensors(self.capture_small(odd))
         data, gaps = encode.encode_around({**small, "late": extra}, defers)
         return Packed(data, lift.found, lift.left, gaps)
 
-    def lifted_leaves(self, lifted: Mapping[str, torch.Tensor]) -> list[Leaf]:
+    def build_lifted_leaves(self, lifted: Mapping[str, torch.Tensor]) -> list[Leaf]:
         """Return the tensors lifted out of the small state, as leaves for a plan.
 
         Tensors that forward and backward passes do not change may be the same on all DDP ranks. Memory shared with
@@ -586,12 +590,12 @@ class StateTree:
         """
         buffers = self.buffers
 
-        def leaf(name: str, tensor: torch.Tensor) -> Leaf:
-            own = name in buffers or early(name)
+        def build_leaf(name: str, tensor: torch.Tensor) -> Leaf:
+            own = name in buffers or is_early(name)
             eager = own or not tensor.untyped_storage().resizable()
             return Leaf(name, tensor, Param(name, tensor, bool(self.ddps) and not own), LIFTED, "", eager)
 
-        return [leaf(name, tensor) for name, tensor in lifted.items()]
+        return [build_leaf(name, tensor) for name, tensor in lifted.items()]
 
     def restore_small(self, small: Mapping[str, Any], *, same_world: bool = True) -> None:
         """Put everything but the generators back.
@@ -613,8 +617,8 @@ class StateTree:
             self._restore_groups(i, groups, small, same_world=same_world)
         for optimizer, loose in zip(self.optimizers, small.get("loose", ()), strict=False):
             optimizer.state.update(loose)
-        recipes = self._recipes()
-        for (number, owner, _), made in inner.recipes(small).items():
+        recipes = self._build_recipes()
+        for (number, owner, _), made in inner.read_recipes(small).items():
             if number < 0 and owner in by_name and recipes.get(owner) != made:
                 raise ValueError(f"{owner} was a {made['class']} of another kind than it is here")
         missing = set(self.stateful) ^ set(small["stateful"])
@@ -629,7 +633,7 @@ class StateTree:
         for name, item in self.stateful.items():
             saved = small["stateful"][name]
             if sharded.has_parts(saved):
-                saved = sharded.Wholes(likes).of(saved, item.state_dict(), name)
+                saved = sharded.Wholes(likes).rebuild(saved, item.state_dict(), name)
             item.load_state_dict(saved)
         self._restore_buffers(small)
         if "extra_state" in small:
@@ -685,24 +689,24 @@ class StateTree:
         for name, buffer in here.items():
             saved = small["buffers"].get(name)
             if saved is None and name in emptied:
-                self._modules.put(name, None, persistent=False)
-            elif saved is None or (saved.shape != local(buffer).shape and name not in reshaped):
+                self._modules.put_buffer(name, None, persistent=False)
+            elif saved is None or (saved.shape != get_local(buffer).shape and name not in reshaped):
                 raise ValueError(f"buffer {name} {tuple(buffer.shape)} is not in the saved state as such")
         for name, saved in small["buffers"].items():
             now = here.get(name)
-            alike = now is not None and (local(now).shape, now.dtype) == (saved.shape, saved.dtype)
-            if now is not None and alike and not _folded(local(now)):
-                local(now).copy_(saved)
+            alike = now is not None and (get_local(now).shape, now.dtype) == (saved.shape, saved.dtype)
+            if now is not None and alike and not _is_folded(get_local(now)):
+                get_local(now).copy_(saved)
                 continue
             value = saved if now is None else saved.to(now.device)
-            if not self._modules.put(name, value, persistent=name not in transient):
+            if not self._modules.put_buffer(name, value, persistent=name not in transient):
                 raise ValueError(
                     f"buffer {name} appeared in mid-training, in a module that this training does not have: build it "
                     "before resume()"
                 )
 
 
-def _given(name: str, item: Stateful) -> Any:
+def _read_state(name: str, item: Stateful) -> Any:
     """Return an object's state.
 
     Raises:
@@ -714,16 +718,16 @@ def _given(name: str, item: Stateful) -> Any:
         raise NotGivenError(f"state_dict() of {name} has raised {mistake.describe_error(error)}") from error
 
 
-def _folded(tensor: torch.Tensor) -> bool:
+def _is_folded(tensor: torch.Tensor) -> bool:
     """Return whether several elements share their memory (`expand`). Such a tensor cannot be written."""
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _grouped(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+def _list_grouped(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
-def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def compute_local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (size, offset) of the local part of a DTensor in the global tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -743,5 +747,5 @@ def _fingerprint(tensor: torch.Tensor, closely: bool) -> int:
         if flat.numel() > _PRINT_SAMPLES and not closely:
             flat = flat[:: -(-flat.numel() // _PRINT_SAMPLES)]
         hasher = xxhash.xxh3_64()
-        host_bytes.shown(flat, hasher.update)
+        host_bytes.pass_bytes(flat, hasher.update)
     return (hasher.intdigest() >> 1) | 1

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.core import ranges
-from gemini_hpc.train.state.collectives import own_group
+from gemini_hpc.train.state.collectives import build_own_group
 from gemini_hpc.train.transport.base import GrantOutbox, Head, LinkBroken, VersionLost
 from gemini_hpc.wire import local
 from gemini_hpc.wire.grant_page import Grant, GrantWriter, Spell
@@ -41,7 +41,7 @@ class _Channel:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
 
-    def readable(self) -> bool:
+    def is_readable(self) -> bool:
         return bool(self._poll.poll(0))
 
 
@@ -54,30 +54,30 @@ class _HostOutbox(GrantOutbox):
         offer = local.PushOffer(head.version, head.used_bytes, head.base, head.kept)
         if self._channel is not None and not self._channel.over:
             with suppress(VersionLost):  # the agent may have closed the channel long ago
-                return self._accepted(offer)
+                return self._send_offer(offer)
         self.close()
         self._channel = _Channel(*self._transport.open(self._rank))
-        return self._accepted(offer)
+        return self._send_offer(offer)
 
-    def _accepted(self, offer: local.PushOffer) -> bool:
+    def _send_offer(self, offer: local.PushOffer) -> bool:
         self._open.page.withdraw()
-        reply = self._ask(offer)
+        reply = self._request(offer)
         self.present = reply.present if isinstance(reply, local.PresentRanges) else ()
         if reason := ranges.find_fault(self.present, offer.used):
-            raise self._lost(reason)
+            raise self._record_loss(reason)
         return isinstance(reply, (local.Ok, local.PresentRanges))
 
     def grant(self, grant: Grant) -> None:
         channel = self._open
         if channel.page.write(grant):
-            self._say(channel, local.PushGo())
+            self._send(channel, local.PushGo())
 
     def withdraw(self) -> None:
         self._open.page.withdraw()
 
     def check(self) -> None:
         channel = self._open
-        if channel.readable():  # no answer is due: an error, or the end
+        if channel.is_readable():  # no answer is due: an error, or the end
             self._receive_reply(channel)
 
     @property
@@ -97,9 +97,9 @@ class _HostOutbox(GrantOutbox):
         return self._open.page.read_spells()
 
     def finish(self, digest: str) -> None:
-        self._ask(local.PushDone())
+        self._request(local.PushDone())
 
-    def bye(self) -> None:
+    def say_goodbye(self) -> None:
         self.close()
 
     def close(self) -> None:
@@ -122,46 +122,46 @@ class _HostOutbox(GrantOutbox):
     @property
     def _open(self) -> _Channel:
         if self._channel is None:
-            raise self._lost("the agent has ended the transfer")
+            raise self._record_loss("the agent has ended the transfer")
         return self._channel
 
-    def _say(self, channel: _Channel, message: local.Message) -> None:
+    def _send(self, channel: _Channel, message: local.Message) -> None:
         try:
             channel.sock.send(local.encode(message))
         except OSError as error:
-            raise self._lost(str(error)) from None
+            raise self._record_loss(str(error)) from None
 
-    def _ask(self, message: local.Message) -> local.Reply:
+    def _request(self, message: local.Message) -> local.Reply:
         """Send a request and return its answer.
 
         Raises:
             LinkBroken: The agent has ended the transfer, reports an error, or neither answers nor sends.
         """
         channel = self._open
-        self._say(channel, message)
+        self._send(channel, message)
         while True:
             asked_at = clock.monotonic()
             try:
                 return self._receive_reply(channel)
             except TimeoutError:
                 if channel.page.moved_at < asked_at:
-                    raise self._lost("the agent does not answer") from None
+                    raise self._record_loss("the agent does not answer") from None
 
     def _receive_reply(self, channel: _Channel) -> local.Reply:
         try:
             data = channel.sock.recv(local.MAX_PACKET_BYTES)
             if not data:
-                raise self._lost("the agent has ended the transfer")
+                raise self._record_loss("the agent has ended the transfer")
             reply = local.reply_decoder.decode(data)
         except (TimeoutError, LinkBroken):
             raise
         except (OSError, msgspec.MsgspecError) as error:
-            raise self._lost(f"the agent does not answer: {error}") from None
+            raise self._record_loss(f"the agent does not answer: {error}") from None
         if isinstance(reply, local.Error):
-            raise self._lost(reply.error)
+            raise self._record_loss(reply.error)
         return reply
 
-    def _lost(self, reason: str) -> LinkBroken:
+    def _record_loss(self, reason: str) -> LinkBroken:
         if self._channel is not None:
             self._channel.over = True
         if self._transport.interrupted:
@@ -194,10 +194,10 @@ class HostTransport:
         """
         self._client, self._training_name, self._me, self._homes = client, training_name, rank, homes
         self._boxes: list[_HostOutbox] = []
-        self.group = own_group(within, _CONTROL_TIMEOUT)
+        self.group = build_own_group(within, _CONTROL_TIMEOUT)
         self.interrupted = False
 
-    def joined_anew(self, client: AgentClient) -> None:
+    def adopt_client(self, client: AgentClient) -> None:
         """Use the rank's new connection to its agent."""
         self._client = client
 
@@ -225,7 +225,7 @@ class HostTransport:
         os.close(fds[1])
         return fds[0], page
 
-    def outbox(self, rank: int) -> GrantOutbox:
+    def build_outbox(self, rank: int) -> GrantOutbox:
         """Create the link to a rank. Call once for each rank."""
         self._boxes.append(_HostOutbox(self, rank))
         return self._boxes[-1]
