@@ -106,7 +106,7 @@ async def prepare_hold(settings: Settings, raw_id: int, restart: int, node: str,
             names=survivors,
             dead=dead,
             log_event=say,
-            build_target=lambda node: Target.of(
+            build_target=lambda node: Target.build(
                 settings, node.address, node.port, ports.list_candidates(settings, raw_id)[:1]
             ),
             is_vouched=lambda host: False,
@@ -139,7 +139,7 @@ async def _hold_job(settings: Settings, args: argparse.Namespace, members: list[
     _log(f"job={args.job} outcome={outcome}")
 
 
-def _finisher(settings: Settings, args: argparse.Namespace, members: list[str], ready: int) -> None:
+def _hold_in_child(settings: Settings, args: argparse.Namespace, members: list[str], ready: int) -> None:
     """Run the hold in a child that keeps no resource of slurmd's and lives at most a minute."""
     os.setsid()
     if os.fork():
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     end, ready = os.pipe()
     child = os.fork()
     if child == 0:
-        _finisher(settings, args, members, ready)
+        _hold_in_child(settings, args, members, ready)
     os.close(ready)
     os.waitpid(child, 0)
     # A byte means pinned; the end of the pipe means that the finisher has ended without a pin. Either way Slurm

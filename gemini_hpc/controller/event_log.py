@@ -29,7 +29,7 @@ _HEAD = "owner"
 _decoder = msgspec.json.Decoder(EventRecord)
 
 
-def _head(owner: int) -> EventRecord:
+def _build_head(owner: int) -> EventRecord:
     return EventRecord(clock.time(), _HEAD, "", 0, owner, "events of a job of the user with this number")
 
 
@@ -65,7 +65,7 @@ class EventLogs:
             if name.endswith(".jsonl") and os.path.getmtime(path) < old:
                 os.unlink(path)
 
-    def _path(self, job: int) -> str:
+    def _build_path(self, job: int) -> str:
         return os.path.join(self._directory, f"{int(job)}.jsonl")
 
     def claim_log(self, job: int, owner: int) -> None:
@@ -73,11 +73,11 @@ class EventLogs:
 
         A log of another owner is of an earlier job and is replaced.
         """
-        path = self._path(job)
-        if self._owner(path) != owner:
+        path = self._build_path(job)
+        if self._read_owner(path) != owner:
             self._foreign.add(job)
             try:
-                replace_file(path, msgspec.json.encode(_head(owner)) + b"\n")
+                replace_file(path, msgspec.json.encode(_build_head(owner)) + b"\n")
             except OSError as exc:
                 self._leave_out(job, 0, exc)
                 return
@@ -85,7 +85,7 @@ class EventLogs:
 
     def find_owner(self, job: int) -> int | None:
         """Return the owner in the job's log, or None if there is no log."""
-        return self._owner(self._path(job))
+        return self._read_owner(self._build_path(job))
 
     def list_newest(self, most: int, since: float) -> list[tuple[int, int]]:
         """Return (job, owner) of the logs written after `since` (Unix time), newest first, at most `most`."""
@@ -100,7 +100,7 @@ class EventLogs:
         return [(job, owner) for job in newest if (owner := self.find_owner(job)) is not None]
 
     @staticmethod
-    def _owner(path: str) -> int | None:
+    def _read_owner(path: str) -> int | None:
         with suppress(OSError, msgspec.MsgspecError), open(path, "rb") as f:
             first = _decoder.decode(f.readline(1024))
             if first.name == _HEAD and not first.host:
@@ -113,7 +113,7 @@ class EventLogs:
         if job in self._foreign:
             return
         try:
-            self._append(self._path(job), b"".join(msgspec.json.encode(e) + b"\n" for e in events))
+            self._append(self._build_path(job), b"".join(msgspec.json.encode(e) + b"\n" for e in events))
         except OSError as exc:
             self._leave_out(job, len(events), exc)
 
@@ -140,10 +140,10 @@ class EventLogs:
     def read_events(self, job: int, owner: int) -> tuple[EventRecord, ...]:
         """Return all events of a job in order of time; none if the log does not belong to this owner."""
         events: list[EventRecord] = []
-        if self._owner(self._path(job)) != owner:
+        if self._read_owner(self._build_path(job)) != owner:
             return ()
         try:
-            with open(self._path(job), "rb") as f:
+            with open(self._build_path(job), "rb") as f:
                 for line in f:
                     with suppress(msgspec.MsgspecError):
                         events.append(_decoder.decode(line))

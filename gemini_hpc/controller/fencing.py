@@ -163,10 +163,10 @@ def _find_job_veto(case: Case) -> str:
         return "this node is not in the job's allocation"
     if case.slurm_node is None:
         return "Slurm does not know this node"
-    return _reported(case, job) if case.claim is Claim.REPORTED else _find_stop(case, job)
+    return _find_report_veto(case, job) if case.claim is Claim.REPORTED else _find_stop(case, job)
 
 
-def _reported(case: Case, job: Job) -> str:
+def _find_report_veto(case: Case, job: Job) -> str:
     if job.restarts == case.restart:
         if job.state in (RUNNING, CONFIGURING, COMPLETING):
             return ""
@@ -209,12 +209,12 @@ def _has_rebooted(case: Case, job: Job) -> bool:
     return node.slurmd_start >= case.reported_at - REBOOT_WINDOW_S
 
 
-def _agent_lives(case: Case) -> bool:
+def _is_agent_alive(case: Case) -> bool:
     return case.agent is Port.ANSWERS or case.is_agent_linked
 
 
-def _slurmd_answers(case: Case, job: Job) -> Verdict:
-    if _agent_lives(case):
+def _judge_answering_slurmd(case: Case, job: Job) -> Verdict:
+    if _is_agent_alive(case):
         return _dismiss(Veto.KERNEL, "slurmd and agent answer: false suspicion")
     if case.claim is not Claim.REPORTED:
         return _dismiss(Veto.KERNEL, "slurmd answers")
@@ -231,7 +231,7 @@ def _slurmd_answers(case: Case, job: Job) -> Verdict:
     return Verdict(Act.REQUEUE, "the node has rebooted: healthy, and empty of this job's processes and memory")
 
 
-def _kernel_lives(case: Case) -> Verdict:
+def _judge_living_kernel(case: Case) -> Verdict:
     """Judge a node whose slurmd does not answer but whose kernel does."""
     if case.slurm_node is not None and case.slurm_node.is_down:
         return Verdict(Act.ADOPT, "slurmd does not answer and Slurm shows the node as DOWN")
@@ -260,19 +260,19 @@ def judge_case(case: Case) -> Verdict:
     if of_job or job is None:
         return _dismiss(Veto.JOB, of_job)
     witnesses = (case.witnesses & set(case.members)) - case.suspects - {case.node}
-    if case.claim is Claim.REPORTED and case.slurmd is Port.ANSWERS and _agent_lives(case):
-        return _slurmd_answers(case, job)  # life needs no witnesses
+    if case.claim is Claim.REPORTED and case.slurmd is Port.ANSWERS and _is_agent_alive(case):
+        return _judge_answering_slurmd(case, job)  # life needs no witnesses
     lacks = (
         f"{len(witnesses)} of {needed} witnesses" if len(witnesses) < (needed := count_witnesses_needed(case)) else ""
     )
     if lacks and case.claim is Claim.REPORTED:
         return _wait(Veto.WITNESSES, lacks)
     if case.slurmd is Port.ANSWERS:
-        return _slurmd_answers(case, job)
+        return _judge_answering_slurmd(case, job)
     if Port.UNKNOWN in (case.slurmd, case.agent, case.kernel):
         return _wait(Veto.SIGHT, "the controller itself fails to probe the node (name resolution, resources, routes)")
     if {case.slurmd, case.agent, case.kernel} != {Port.SILENT} or case.is_agent_linked:
-        return _kernel_lives(case)
+        return _judge_living_kernel(case)
     if case.silent_s > 0 and case.slurm_node is not None and case.slurm_node.is_down:
         return Verdict(Act.ADOPT, "silent, and Slurm shows the node as DOWN")
     if case.silent_s < case.confirm_s:
@@ -284,10 +284,10 @@ def judge_case(case: Case) -> Verdict:
         return _wait(Veto.REACH, why)
     if lacks:  # no packet reaches this host from the node, which does not prove that none reaches other hosts
         return _wait(Veto.WITNESSES, f"silent to the controller: {lacks}")
-    return _silent(case, len(witnesses))
+    return _judge_silent_node(case, len(witnesses))
 
 
-def _silent(case: Case, witnesses: int) -> Verdict:
+def _judge_silent_node(case: Case, witnesses: int) -> Verdict:
     """Judge a node that is dead by all evidence: may the controller fence it?"""
     if case.is_guarded and case.strangers:
         uids = ", ".join(map(str, sorted(case.strangers)))

@@ -56,7 +56,7 @@ class Action(NamedTuple):
     user_id: int | None
 
 
-def _action(record: JournalRecord) -> Action:
+def _parse_action(record: JournalRecord) -> Action:
     user_id = record.data.get("user_id")
     return Action(record.t, str(record.data.get("node", "")), user_id if isinstance(user_id, int) else None)
 
@@ -95,7 +95,7 @@ class Journal:
 
     def _apply_record(self, record: JournalRecord) -> None:
         if record.phase in ("before", "withheld") and record.step in self._actions:
-            self._remember(record.step, _action(record))
+            self._remember(record.step, _parse_action(record))
         if record.step == "open":
             # The recovery was opened again, now to act: resources held ahead must still be released.
             self._open[record.key] = [record, *self._open.get(record.key, ())]

@@ -65,13 +65,13 @@ class Lemons:
         if not days:
             return
         try:
-            self._visits = read_visits(self._path, self._since())
+            self._visits = read_visits(self._path, self._compute_since())
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as exc:
             log.warning("event=lemons-not-read path=%s %s", self._path, exc)
 
-    def _since(self) -> float:
+    def _compute_since(self) -> float:
         return clock.time() - self._days * clock.DAY_S
 
     def add_visit(self, node: str, what: str, job: int, why: str) -> None:
@@ -83,21 +83,21 @@ class Lemons:
         while len(self._visits) > MOST_NODES:
             del self._visits[min(self._visits, key=lambda name: self._visits[name][-1].t)]
         try:
-            fresh = {n: visits for n in self._visits if (visits := self._fresh(n))}
+            fresh = {n: visits for n in self._visits if (visits := self._list_fresh(n))}
             replace_file(self._path, msgspec.json.encode(fresh))
         except OSError as exc:
             log.warning("event=lemons-not-kept path=%s %s", self._path, exc.strerror)
 
-    def _fresh(self, node: str) -> list[Visit]:
-        since = self._since()
+    def _list_fresh(self, node: str) -> list[Visit]:
+        since = self._compute_since()
         return [visit for visit in self._visits.get(node, ()) if visit.t >= since]
 
     def count_visits(self, node: str) -> int:
         """Return the number of entries of a node, at most `MOST_VISITS`."""
-        return len(self._fresh(node))
+        return len(self._list_fresh(node))
 
     def list_rows(self, nodes: tuple[str, ...]) -> tuple[LemonRow, ...]:
         """Return the rows of those nodes that have entries, worst first, without any text about other jobs."""
-        found = [(node, visits) for node in nodes if (visits := self._fresh(node))]
+        found = [(node, visits) for node in nodes if (visits := self._list_fresh(node))]
         found.sort(key=lambda entry: (-len(entry[1]), entry[0]))
         return tuple(LemonRow(n, len(v), v[-1].t, tuple(visit.what for visit in v)) for n, v in found)

@@ -129,15 +129,15 @@ class Metrics:
         asked = sorted(tracks, key=lambda t: t.raw_id, reverse=True)[:MOST_JOBS]
         gate = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(track: Track) -> Document:
+        async def ask_track(track: Track) -> Document:
             async with gate:
                 return await self._ask(track)
 
-        found = await asyncio.gather(*(one(track) for track in asked), return_exceptions=True)
+        found = await asyncio.gather(*(ask_track(track) for track in asked), return_exceptions=True)
         jobs = [(track, d) for track, d in zip(asked, found, strict=True) if not isinstance(d, BaseException)]
-        return [*self._of_service(len(tracks)), *_of_jobs(jobs)]
+        return [*self._list_service_metrics(len(tracks)), *_list_job_metrics(jobs)]
 
-    def _of_service(self, jobs: int) -> Iterator[Metric]:
+    def _list_service_metrics(self, jobs: int) -> Iterator[Metric]:
         from prometheus_client.core import (
             CounterMetricFamily,
             GaugeMetricFamily,
@@ -189,7 +189,7 @@ class _Shown:
         return self._metrics.list_metrics()
 
 
-def _of_jobs(jobs: list[tuple[Track, Document]]) -> Iterator[Metric]:
+def _list_job_metrics(jobs: list[tuple[Track, Document]]) -> Iterator[Metric]:
     """Return the figures of single jobs, and how many jobs are in each state."""
     from prometheus_client.core import GaugeMetricFamily
 

@@ -71,7 +71,7 @@ async def _probe(addresses: Iterable[str], port: int, timeout_s: float = CONNECT
             return one
         if one is not None:
             found.append(one)
-    return _most_alive(found) if found else Port.UNKNOWN
+    return _choose_most_alive(found) if found else Port.UNKNOWN
 
 
 async def _connect(address: str, port: int, timeout_s: float) -> Port | None:
@@ -107,11 +107,11 @@ async def probe_ports(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]
     """Probe each host once, in parallel. Return the behavior of its port by name."""
     gate = asyncio.Semaphore(_PARALLEL)
 
-    async def one(address: str, port: int) -> Port:
+    async def probe_one(address: str, port: int) -> Port:
         async with gate:
             return await probe_port(address, port)
 
-    results = await asyncio.gather(*(one(*target) for target in targets.values()))
+    results = await asyncio.gather(*(probe_one(*target) for target in targets.values()))
     return dict(zip(targets, results, strict=True))
 
 
@@ -128,7 +128,7 @@ class Target:
     closed: range
 
     @classmethod
-    def of(cls, settings: Settings, address: str, slurmd_port: int, agent_ports: Iterable[int]) -> Target:
+    def build(cls, settings: Settings, address: str, slurmd_port: int, agent_ports: Iterable[int]) -> Target:
         """Return the target for a node of this site."""
         closed = range(settings.agent_port_base, settings.agent_port_base + settings.agent_port_count)
         return cls(address, slurmd_port or settings.slurmd_port, tuple(agent_ports), closed)
@@ -151,7 +151,7 @@ class ProbeResult:
     after_s: float = 0.0
 
 
-def _most_alive(found: Iterable[Port]) -> Port:
+def _choose_most_alive(found: Iterable[Port]) -> Port:
     """Return the strongest sign of life. Without one, return silence only if every probe could be made."""
     ports = set(found)
     return next((p for p in (*LIFE, Port.UNKNOWN) if p in ports), Port.SILENT)
@@ -169,12 +169,14 @@ async def probe_node(target: Target) -> ProbeResult:
     closed: list[asyncio.Future[Port]] = []
     try:
         done, _ = await asyncio.wait(tried, timeout=AT_ONCE_S)
-        if _most_alive(one.result() for one in done) not in LIFE:
+        if _choose_most_alive(one.result() for one in done) not in LIFE:
             ports = (CLOSED_PORT, random.choice(target.closed))
             closed = [asyncio.ensure_future(_probe(where, port)) for port in ports]
         slurmd, *agents = await asyncio.gather(*tried)
-        agent = _most_alive(agents)
-        return ProbeResult(slurmd, agent, _most_alive((slurmd, agent, *await asyncio.gather(*closed))), after_s)
+        agent = _choose_most_alive(agents)
+        return ProbeResult(
+            slurmd, agent, _choose_most_alive((slurmd, agent, *await asyncio.gather(*closed))), after_s
+        )
     finally:
         for one in (*tried, *closed):
             one.cancel()
@@ -184,11 +186,11 @@ async def probe_nodes(targets: Mapping[str, Target]) -> dict[str, ProbeResult]:
     """Probe each host once, in parallel."""
     gate = asyncio.Semaphore(_PARALLEL)
 
-    async def one(target: Target) -> ProbeResult:
+    async def probe_one(target: Target) -> ProbeResult:
         async with gate:
             return await probe_node(target)
 
-    results = await asyncio.gather(*(one(target) for target in targets.values()))
+    results = await asyncio.gather(*(probe_one(target) for target in targets.values()))
     return dict(zip(targets, results, strict=True))
 
 
@@ -257,7 +259,7 @@ class ProbeHistory:
             return last[1]
         return Port.SILENT
 
-    def _since(self, *since: float | None) -> float:
+    def _measure_silence_s(self, *since: float | None) -> float:
         now = clock.monotonic()
         if self.rounds == 0 or None in since or now - self._looked_at > self.STALE_S:
             return 0.0
@@ -266,17 +268,17 @@ class ProbeHistory:
     @property
     def silent_s(self) -> float:
         """Return for how many seconds all ports have been silent."""
-        return self._since(*self._silent_since.values())
+        return self._measure_silence_s(*self._silent_since.values())
 
     @property
     def agent_silent_s(self) -> float:
         """Return for how many seconds no agent has answered, whether its port refused or not."""
-        return self._since(self._no_agent_since)
+        return self._measure_silence_s(self._no_agent_since)
 
     @property
     def slurmd_silent_s(self) -> float:
         """Return for how many seconds no slurmd has answered, whether its port refused or not."""
-        return self._since(self._no_slurmd_since)
+        return self._measure_silence_s(self._no_slurmd_since)
 
 
 class RepeatedProbe(ProbeHistory):

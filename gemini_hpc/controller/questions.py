@@ -72,7 +72,7 @@ class Questions:
             uid = link.session.peer_uid
             answer: inspect_schema.JobAnswer | inspect_schema.JobsAnswer
             if isinstance(message, inspect_schema.JobsAsk):
-                answer = await self._listed(message.all, uid)
+                answer = await self._list_jobs(message.all, uid)
             else:
                 answer = await self._answer(message.job, uid)
             await link.flush(answer)  # read no further query before this answer has left: queued answers cost memory
@@ -131,18 +131,18 @@ class Questions:
             track.raw_id, tuple(parts.values()), (), facts, missing, "controller", clock.time()
         )
 
-    async def _listed(self, everything: bool, uid: int) -> inspect_schema.JobsAnswer:
+    async def _list_jobs(self, everything: bool, uid: int) -> inspect_schema.JobsAnswer:
         operator = await self._operators.allows(uid)
         async with self._listing:  # one at a time: each query reads the directory
-            ended = await asyncio.to_thread(self._ended, everything, None if operator else uid)
+            ended = await asyncio.to_thread(self._list_ended, everything, None if operator else uid)
         rows = {row.job: row for row in ended}
         for raw_id, track in self._registry.jobs.items():
             if operator or track.user_id == uid:
-                rows[raw_id] = self._tracked(track, rows.get(raw_id))
+                rows[raw_id] = self._build_row(track, rows.get(raw_id))
         newest = sorted(rows.values(), key=lambda row: (row.ended == 0, row.ended, row.job), reverse=True)
         return inspect_schema.JobsAnswer(tuple(newest[:MAX_LISTED]), max(0, len(newest) - MAX_LISTED))
 
-    def _ended(self, everything: bool, uid: int | None) -> list[inspect_schema.JobRow]:
+    def _list_ended(self, everything: bool, uid: int | None) -> list[inspect_schema.JobRow]:
         """Return the rows of ended jobs from the logs. Runs in a thread of its own."""
         since = clock.time() - (KEPT_S if everything else LISTED_S)
         rows = []
@@ -159,7 +159,7 @@ class Questions:
         return rows
 
     @staticmethod
-    def _tracked(track: Track, logged: inspect_schema.JobRow | None) -> inspect_schema.JobRow:
+    def _build_row(track: Track, logged: inspect_schema.JobRow | None) -> inspect_schema.JobRow:
         stored, job = track.stored, track.job
         restart = max(stored.allocations, default=0)
         return inspect_schema.JobRow(

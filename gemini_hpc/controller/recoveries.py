@@ -101,7 +101,7 @@ class Recoveries:
         """Return the events of a job in order of time."""
         return self._logs.read_events(track.raw_id, track.user_id)
 
-    def died(self, why: str) -> None:
+    def on_task_death(self, why: str) -> None:
         """Alert that a task of the service died of a fault of ours. The task is restarted."""
         if self._is_over:
             return
@@ -189,11 +189,11 @@ class Recoveries:
             if self._is_over:
                 raise asyncio.CancelledError from exc
             log.exception("event=task-died task=recovery %s", recovery.key)
-            tasks.report_death(recovery.died, f"recovery: {type(exc).__name__}")
+            tasks.report_death(recovery.on_task_death, f"recovery: {type(exc).__name__}")
             if recovery.key in self.journal.read_open():
                 self._take_over(recovery.key)
         finally:
-            self._ended(key)
+            self._remove_recovery(key)
 
     def _take_over(self, key: str) -> None:
         if self._is_over:
@@ -201,10 +201,10 @@ class Recoveries:
         self._resuming.add(key)
         raw_id, _, restart = key.partition(".")
 
-        def died(why: str) -> None:
+        def on_task_death(why: str) -> None:
             self.log_event(int(raw_id), int(restart), "task_died", "", why)
 
-        self._start(f"recovery {key}", lambda: self._resume_until_done(key), died)
+        self._start(f"recovery {key}", lambda: self._resume_until_done(key), on_task_death)
 
     def accept_report(self, track: Track, reporter: str, message: Report) -> None:
         """Accept a report from an authenticated agent on `reporter`. Drop an implausible report."""
@@ -232,7 +232,7 @@ class Recoveries:
                 return
             recovery = self._active[key] = Recovery(self, track, restart)
             recovery.accept_report(host, said_by)
-            self._start(f"recovery {recovery.key}", lambda: self._run(key, recovery), recovery.died)
+            self._start(f"recovery {recovery.key}", lambda: self._run(key, recovery), recovery.on_task_death)
         elif not recovery.is_acting:
             recovery.accept_report(host, said_by)
 
@@ -243,13 +243,13 @@ class Recoveries:
             return
         self._later.add(what)
 
-        def again() -> None:
+        def retry() -> None:
             self._later.discard(what)
             self._handle_report(track, restart, host, said_by)
 
-        asyncio.get_running_loop().call_later(pause_s + 0.01, again)
+        asyncio.get_running_loop().call_later(pause_s + 0.01, retry)
 
-    def _ended(self, key: tuple[int, int]) -> None:
+    def _remove_recovery(self, key: tuple[int, int]) -> None:
         """Remove a recovery. New reports about its incarnation are handled after a pause that doubles each time."""
         self._active.pop(key, None)
         now = clock.monotonic()
@@ -311,7 +311,7 @@ class Recoveries:
             raise
         except SlurmError:
             job = None
-        for name in _reserved(records):
+        for name in _list_reserved(records):
             await self._delete(job, name)
         self.journal.write_line(key, "close", "after", outcome="given up")
         self.log_event(raw_id, restart, "closed", "", f"given up: {why}")
@@ -325,14 +325,14 @@ class Recoveries:
     async def _resume_one(self, key: str, records: list[JournalRecord]) -> None:
         opened = records[0].data
         raw_id, restart = int(str(opened["job"])), int(str(opened["restart"]))
-        names = {part: [str(n) for n in _list(opened.get(part))] for part in ("members", "dead", "survivors")}
+        names = {part: [str(n) for n in _to_list(opened.get(part))] for part in ("members", "dead", "survivors")}
         try:
             job: Job | None = await self.slurm.read_job(raw_id)
         except UnknownJob:
             job = None
         if mode := self.gate.explain_job_refusal(job):
             raise WithheldError(f"the rest of the recovery is withheld: {mode}")
-        reserved = _reserved(records)
+        reserved = _list_reserved(records)
         begun = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "before")}
         downed = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "after")}
         sent_back = any(r.step == "requeue" for r in records)
@@ -341,10 +341,10 @@ class Recoveries:
             track.stored.allocations[restart] = names["members"]
         judging = Recovery(self, track, restart) if track is not None else None
         for host in begun - downed:
-            await self._half_fenced(host, judging, raw_id, restart)
+            await self._resolve_half_fence(host, judging, raw_id, restart)
         if judging is not None and job is not None and not job.has_ended and job.restarts == restart:
             for host in downed:
-                await self._forgotten(host, judging)
+                await self._fence_again(host, judging)
         in_flight = job is not None and not job.has_ended and (job.state != RUNNING or bool(downed) or sent_back)
         if in_flight and opened.get("ahead"):
             # Nodes were only held until Slurm finds the others dead. Check whether it has, and has requeued the job
@@ -374,7 +374,7 @@ class Recoveries:
                 await helper.reserve_nodes(job, nodes, helper.held.wanted)
             await recovery.finish_requeue(helper)
         finally:
-            self._ended((raw_id, restart))
+            self._remove_recovery((raw_id, restart))
 
     async def _delete(self, job: Job | None, name: str) -> None:
         """Delete a reservation, whether it exists or not. A reservation that Slurm refuses to delete ends by itself.
@@ -391,7 +391,7 @@ class Recoveries:
         except SlurmError as exc:
             log.warning("reservation %s could not be deleted: %s", name, exc)
 
-    async def _forgotten(self, host: str, recovery: Recovery) -> None:
+    async def _fence_again(self, host: str, recovery: Recovery) -> None:
         """Fence a node again if slurmctld died before it had saved that the node is DOWN.
 
         The node is no less dead for that.
@@ -403,7 +403,7 @@ class Recoveries:
         if (node := await self._read_unless_down(host)) is not None:
             await recovery.fence_node(host, node)
 
-    async def _half_fenced(self, host: str, recovery: Recovery | None, raw_id: int, restart: int) -> None:
+    async def _resolve_half_fence(self, host: str, recovery: Recovery | None, raw_id: int, restart: int) -> None:
         """Finish or undo a fence of a controller that died between drain and DOWN.
 
         The fence is finished if the judgement still demands it. Otherwise the node is returned to service.
@@ -441,7 +441,7 @@ class Recoveries:
         """
         deadline = clock.monotonic() + SPEAK_S
         while (track := self.registry.jobs.get(raw_id)) is not None and clock.monotonic() < deadline:
-            if (finished := track.has_finished(restart)) is not None:
+            if (finished := track.check_finished(restart)) is not None:
                 return not finished
             await asyncio.sleep(RETRY_S / 4)
         return False
@@ -460,10 +460,10 @@ class Recoveries:
         return node is not None and is_ours(node)
 
 
-def _reserved(records: list[JournalRecord]) -> list[str]:
+def _list_reserved(records: list[JournalRecord]) -> list[str]:
     """Return the reservations that were made or begun: one that is not recorded as made may exist all the same."""
     return list(dict.fromkeys(str(r.data["name"]) for r in records if r.step == "reserve"))
 
 
-def _list(value: str | int | float | list[str] | None) -> list[str]:
+def _to_list(value: str | int | float | list[str] | None) -> list[str]:
     return value if isinstance(value, list) else []

@@ -137,7 +137,7 @@ class Recovery:
         """Write one line to the journal."""
         self._home.journal.write_line(self.key, step, phase, **data)
 
-    def died(self, why: str) -> None:
+    def on_task_death(self, why: str) -> None:
         """Log that a task of this recovery died of a fault of ours. The task is restarted."""
         self.log_event("task_died", "", why)
 
@@ -202,12 +202,12 @@ class Recovery:
         for suspect in self.suspects.values():
             node = facts.nodes.get(suspect.host)
             if suspect.seen is None and node is not None and suspect.host in self._track.list_members(self.restart):
-                suspect.seen = probe.RepeatedProbe(self._build_target(node), self.died)
+                suspect.seen = probe.RepeatedProbe(self._build_target(node), self.on_task_death)
 
     def _build_target(self, node: Node) -> probe.Target:
         settings, agent = self._home.settings, self._track.agents.get(node.name)
         ports = [agent.port] if agent and agent.port else agent_ports(settings, self._track.raw_id)[:2]
-        return probe.Target.of(settings, node.address, node.port, ports)
+        return probe.Target.build(settings, node.address, node.port, ports)
 
     async def _probe_others(self, facts: SlurmFacts, *, is_sure: bool = False) -> None:
         accused = self._home.list_accused() | self.suspects.keys()
@@ -269,7 +269,7 @@ class Recovery:
             is_guarded=settings.node_max_jobs_guard,
             slurm_up_s=facts.slurm_up_s + clock.monotonic() - facts.at,
             settle_s=settings.slurm_settle_s,
-            has_finished=bool(track.has_finished(self.restart)) or track.goes_on(self.restart, [host]),
+            has_finished=bool(track.check_finished(self.restart)) or track.has_gone_on(self.restart, [host]),
         )
 
     def _judge(self, suspect: Suspect, facts: SlurmFacts) -> Verdict:
@@ -476,7 +476,7 @@ class Recovery:
                     self.log_event("down", host, "by Slurm itself")
                 else:
                     spared.append(host)
-            self._spare(spared, helper)
+            self._release_suspects(spared, helper)
             dead = helper.survivors.dead
             if rebooted and not dead and job.state not in (PENDING,):
                 await self._send_back(job)
@@ -535,7 +535,7 @@ class Recovery:
                 return verdict
             await asyncio.sleep(TICK_S)
 
-    def _spare(self, hosts: list[str], helper: Requeue) -> None:
+    def _release_suspects(self, hosts: list[str], helper: Requeue) -> None:
         """Treat nodes that were confirmed but are not dead now like the job's other nodes."""
         for host in hosts:
             suspect = self.suspects.pop(host)
@@ -569,7 +569,7 @@ class Recovery:
         """Return the helper that steers this job's requeue."""
         home, track = self._home, self._track
 
-        def completing(seconds: float) -> None:
+        def on_completing(seconds: float) -> None:
             home.longest_epilog_s = max(home.longest_epilog_s, seconds)
 
         self.survivors = Survivors(
@@ -605,16 +605,16 @@ class Recovery:
             may_requeue=True,
             own_request=track.stored.reservation,
             on_pin=track.remember_pin,
-            on_completing=completing,
+            on_completing=on_completing,
             # When the recovery is over, its nodes must count as a running job's: other recoveries then look for
             # candidates.
             on_read=track.record_job,
-            has_gone_on=lambda: track.goes_on(self.restart, dead),
-            has_finished=lambda: bool(track.has_finished(self.restart)),
+            has_gone_on=lambda: track.has_gone_on(self.restart, dead),
+            has_finished=lambda: bool(track.check_finished(self.restart)),
             may_go_on=lambda left: track.may_go_on(self.restart, left),
             explain_hold=lambda: home.explain_hold(track),
             on_hold=track.remember_hold,
-            length_s=_length_s(job),
+            length_s=_compute_length_s(job),
         )
 
     async def finish_requeue(self, helper: Requeue) -> None:
@@ -647,7 +647,7 @@ class Recovery:
         self.log_event("down", host, f"[{(clock.monotonic() - began) * 1000:.0f} ms]")
 
 
-def _length_s(job: Job) -> float:
+def _compute_length_s(job: Job) -> float:
     """Return for how many seconds the job will run, by its record.
 
     The result is infinite for a running job without an end, and 0 for a waiting job whose length is not known.

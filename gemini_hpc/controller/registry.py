@@ -150,7 +150,7 @@ class Track:
         """Return the nodes of an incarnation, as Slurm had them; empty if they were never seen."""
         return tuple(self.stored.allocations.get(restart, ()))
 
-    def goes_on(self, restart: int, dead: Iterable[str]) -> bool:
+    def has_gone_on(self, restart: int, dead: Iterable[str]) -> bool:
         """Return whether the job's agents go on with spares in the place of these nodes of this incarnation."""
         gone = set(dead)
         return any(a.is_connected and a.restart == restart and a.without >= gone for a in self.agents.values())
@@ -159,7 +159,7 @@ class Track:
         """Return whether the job's agents copy live state of which the dead nodes had the only copies."""
         return any(a.is_connected and a.restart == restart and a.is_rescuing for a in self.agents.values())
 
-    def has_finished(self, restart: int) -> bool | None:
+    def check_finished(self, restart: int) -> bool | None:
         """Return whether the training of this incarnation has succeeded; None while no agent has reported.
 
         The last report of each agent whose ranks trained counts, including agents that are gone. A node that the
@@ -173,7 +173,7 @@ class Track:
     def lacks(self, restart: int, host: str) -> bool:
         """Return whether Slurm has removed this node and the job goes on without it or no longer needs it."""
         out = self.job is not None and self.job.state == RUNNING and host not in self.job.nodes
-        return out and (self.goes_on(restart, [host]) or bool(self.has_finished(restart)))
+        return out and (self.has_gone_on(restart, [host]) or bool(self.check_finished(restart)))
 
     def may_go_on(self, restart: int, left: Sequence[str]) -> bool:
         """Return whether the job's agents may go on with the nodes that Slurm has left to the job."""
@@ -243,9 +243,9 @@ class Track:
                 changed = True
             if job.state == RUNNING and (self.running_since is None or self.running_since[0] != job.restarts):
                 self.running_since = (job.restarts, clock.monotonic())
-        changed = self._ended(job.state, job.has_ended) or changed
-        self._waits(job.state)
-        if self._held_long_ago():
+        changed = self._record_end(job.state, job.has_ended) or changed
+        self._record_wait(job.state)
+        if self._was_held_long_ago():
             self._asked_of_wait = self._waits_since
             if not self.stored.pinned and self._has_pin(job):
                 self.stored.pinned = changed = True
@@ -295,13 +295,13 @@ class Track:
                 self.stored.pinned = False
                 raise
 
-    def _waits(self, state: str) -> None:
+    def _record_wait(self, state: str) -> None:
         if state != PENDING:
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = clock.monotonic()
 
-    def _held_long_ago(self) -> bool:
+    def _was_held_long_ago(self) -> bool:
         """Return whether the job waits and no survivor's epilog can still steer it."""
         return self._waits_since is not None and clock.monotonic() - self._waits_since > HOLD_S
 
@@ -310,7 +310,7 @@ class Track:
 
         Such a hold had no controller.
         """
-        return self._held_long_ago() and not self.stored.pinned and self._asked_of_wait != self._waits_since
+        return self._was_held_long_ago() and not self.stored.pinned and self._asked_of_wait != self._waits_since
 
     def _has_pin(self, job: Job) -> bool:
         """Return whether a waiting job's record has a reservation of ours, or a pin to nodes that the job has had."""
@@ -325,11 +325,11 @@ class Track:
         """Take over a state from the watcher's table."""
         if state != RUNNING:
             self._stood_at = clock.monotonic()
-        self._waits(state)
-        if self._ended(state, is_over) or self._is_unsaved:
+        self._record_wait(state)
+        if self._record_end(state, is_over) or self._is_unsaved:
             self.write_entry()
 
-    def _ended(self, state: str, is_over: bool) -> bool:
+    def _record_end(self, state: str, is_over: bool) -> bool:
         if is_over and not self.stored.ended_at:
             self.stored.ended_at, self.stored.ended_state = clock.time(), state
             return True
@@ -372,16 +372,16 @@ class Registry:
             if name.endswith(".job"):
                 with suppress(msgspec.MsgspecError, OSError), open(os.path.join(directory, name), "rb") as f:
                     stored = decoder.decode(f.read())
-                    self.jobs[stored.raw_id] = Track(stored, self._path(stored.raw_id))
+                    self.jobs[stored.raw_id] = Track(stored, self._build_path(stored.raw_id))
 
-    def _path(self, raw_id: int) -> str:
+    def _build_path(self, raw_id: int) -> str:
         return os.path.join(self._directory, f"{int(raw_id)}.job")
 
     def track_job(self, job: Job) -> Track:
         """Return the job's entry, new or updated."""
         track = self.jobs.get(job.raw_id)
         if track is None or track.user_id != job.user_id:
-            track = self.jobs[job.raw_id] = Track(StoredJob(job.raw_id, job.user_id), self._path(job.raw_id))
+            track = self.jobs[job.raw_id] = Track(StoredJob(job.raw_id, job.user_id), self._build_path(job.raw_id))
         track.record_job(job)
         return track
 

@@ -98,7 +98,7 @@ class Requeue:
         A second call holds more than before.
         """
         self._nodes = dict(nodes)
-        await self._bar(job)
+        await self._exclude_nodes(job)
         await self.survivors.probe_survivors(nodes)
         self.held.wanted = wanted + len(self.survivors.list_left_out(is_patient=True))
         if self.held.name:
@@ -118,7 +118,7 @@ class Requeue:
         await self.held.adapt_nodes(job, self._nodes, keep, without)
         self._kept = keep
 
-    async def _bar(self, job: Job) -> None:
+    async def _exclude_nodes(self, job: Job) -> None:
         """Exclude the nodes that Slurm would not allocate to this job."""
         partitions, reservations = await asyncio.gather(self.slurm.read_partitions(), self.slurm.read_reservations())
         own = {self.held.name, self.own_request, job.reservation}
@@ -153,7 +153,7 @@ class Requeue:
                 itself. The pin is removed: a survivor that is drained later would keep the job from starting, and
                 no program would remove the pin.
         """
-        survey = tasks.start("survey", self._survey, lambda why: self.log_event("task_died", "", why))
+        survey = tasks.start("survey", self._watch_survivors, lambda why: self.log_event("task_died", "", why))
         began, stopped = clock.monotonic(), False
         try:
             outcome = ""
@@ -200,9 +200,9 @@ class Requeue:
             self.on_completing(clock.monotonic() - self._completing_since)
             self._completing_since = None
         if again and job.state in (RUNNING, CONFIGURING):
-            return await self._runs(job)
+            return await self._report_running(job)
         if job.has_ended:
-            return await self._ended(job)
+            return await self._send_back_if_cut_short(job)
         if not again and is_given_up(job, self.survivors.dead):
             if self.has_gone_on():
                 self.log_event(
@@ -223,10 +223,10 @@ class Requeue:
             self._log_once("completing")
             await self._pin(job)
         elif job.state == PENDING:
-            return await self._pending(job)
+            return await self._steer_pending(job)
         return ""
 
-    async def _runs(self, job: Job) -> str:
+    async def _report_running(self, job: Job) -> str:
         if job.state == CONFIGURING:
             # The survey goes on: a node that dies during the start hangs the prolog until it is DOWN.
             self._log_once("configuring", "", ",".join(job.nodes))
@@ -234,7 +234,7 @@ class Requeue:
         self._log_once("running", "", f"restart {job.restarts} on {','.join(job.nodes)}")
         return "running"
 
-    async def _ended(self, job: Job) -> str:
+    async def _send_back_if_cut_short(self, job: Job) -> str:
         may = self.may_requeue and job.may_requeue and not self._has_requeued and job.restarts == self.restart
         well = job.state == COMPLETED and (self.has_finished() or self.has_gone_on())
         if not may or job.state not in CUT_SHORT or well:
@@ -253,7 +253,7 @@ class Requeue:
         self.log_event("sent_back", "", why)
         return ""
 
-    async def _pending(self, job: Job) -> str:
+    async def _steer_pending(self, job: Job) -> str:
         now = clock.monotonic()
         if self._pending_since is None:
             self._pending_since = now
@@ -340,7 +340,7 @@ class Requeue:
         )
         return True
 
-    async def _survey(self) -> None:
+    async def _watch_survivors(self) -> None:
         """Probe the survivors continuously.
 
         A pin to a dead node makes the job hang. A pin to a drained node makes it wait.
@@ -360,7 +360,7 @@ class Requeue:
         if ask:
             self._nodes = await self.slurm.read_nodes()
             job = await self.slurm.read_job(self.raw_id)
-            await self._bar(job)
+            await self._exclude_nodes(job)
         await self.survivors.probe_survivors(self._nodes)
         if self._pending_since is None:
             return

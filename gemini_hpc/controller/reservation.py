@@ -25,15 +25,15 @@ Say = Callable[[str, str, str], None]
 Note = Callable[..., None]
 
 
-def _nobody(name: str) -> None:
+def _find_nobody(name: str) -> None:
     return None
 
 
-def _never(node: str) -> int:
+def _count_none(node: str) -> int:
     return 0
 
 
-def _nothing() -> frozenset[str]:
+def _list_nothing() -> frozenset[str]:
     return frozenset()
 
 
@@ -57,9 +57,9 @@ class Held:
     log_event: Say
     write_journal: Note
     minutes: int = RESERVED_MINUTES
-    list_protected: Callable[[], Collection[str]] = _nothing
-    find_survivors: Callable[[str], Collection[str] | None] = _nobody
-    count_visits: Callable[[str], int] = _never
+    list_protected: Callable[[], Collection[str]] = _list_nothing
+    find_survivors: Callable[[str], Collection[str] | None] = _find_nobody
+    count_visits: Callable[[str], int] = _count_none
     reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
     name: str = ""
     is_own: bool = False  # the reservation is the job's own, and is neither changed nor deleted
@@ -102,7 +102,7 @@ class Held:
             others = [r for r in await self.slurm.read_reservations() if not (is_alone and self.is_mine(r.name))]
             taken = {n for r in others for n in r.nodes}
             held_now = [n for n in keep if n not in taken]
-            spare = await self._candidates(job, nodes, {*keep, *without, *taken}, len(without), self.wanted)
+            spare = await self._choose_candidates(job, nodes, {*keep, *without, *taken}, len(without), self.wanted)
             await self._create(held_now, spare)
 
     async def _create(self, held_now: list[str], spare: list[str]) -> None:
@@ -126,7 +126,7 @@ class Held:
             self.log_event("reserved", "", f"{','.join(chosen)} as {name} {describe_ms(began)}")
             return
 
-    async def _candidates(
+    async def _choose_candidates(
         self, job: Job, nodes: Mapping[str, Node], without: Collection[str], missing: int, most: int
     ) -> list[str]:
         """Return up nodes that could replace the missing ones: idle ones, then those that become free soonest.
@@ -184,7 +184,7 @@ class Held:
             more = [n for n in keep if n not in taken]
             if (missing := len(without) - idle) > 0:
                 most = max(self.wanted - len(spare), missing)
-                found = await self._candidates(job, nodes, {*keep, *without, *taken}, missing, most)
+                found = await self._choose_candidates(job, nodes, {*keep, *without, *taken}, missing, most)
                 full = len(spare) >= self.wanted
                 more += [n for n in found if nodes[n].is_idle or not full]
             for chosen in ([*rest, *more], rest):

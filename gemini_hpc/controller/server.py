@@ -136,9 +136,9 @@ class Controller:
 
     async def serve(self) -> None:
         """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""
-        server = await asyncio.start_server(self._connection, port=self.settings.controller_port, backlog=1024)
+        server = await asyncio.start_server(self._serve_connection, port=self.settings.controller_port, backlog=1024)
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
-        died = self.recoveries.died
+        died = self.recoveries.on_task_death
         watcher = tasks.start("watcher", self.watcher.run, died)
         resume = tasks.start("resume", self.recoveries.resume_open, died)
         fenced = GiveBack(self.settings, self.slurm, self.journal, self.recoveries.gate)
@@ -179,8 +179,8 @@ class Controller:
             return "only root reports a node's health" if greeting.uid else ""
         return f"the controller serves only control, query and {controller.HEALTH}"
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _keepalive(writer.transport.get_extra_info("socket"))
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _enable_keepalive(writer.transport.get_extra_info("socket"))
         address = str((writer.get_extra_info("peername") or ("",))[0])
         ticket = self._lobby.enter(address, writer.transport.abort)
         try:
@@ -199,9 +199,9 @@ class Controller:
         self._links.add(link)
         try:
             if purpose == "control":
-                await self._agent(link)
+                await self._serve_agent(link)
             elif purpose == controller.HEALTH:
-                await self._red_node(link)
+                await self._judge_red_node(link)
             else:
                 await self._questions.serve_client(link)
         except (LinkClosed, TimeoutError, FrameError):
@@ -237,7 +237,7 @@ class Controller:
             self._reads = {k: v for k, v in self._reads.items() if clock.monotonic() - v[0] < 10 * JOB_CACHE_S}
         return await asyncio.shield(known[1])
 
-    async def _agent(self, link: Link) -> None:
+    async def _serve_agent(self, link: Link) -> None:
         uid = link.session.peer_uid
         self._open["stranger", uid] += 1
         link.limit_bytes = EARLY_FRAME_BYTES
@@ -260,7 +260,7 @@ class Controller:
         rate = _MessageRate()
         try:
             if early:
-                await self._from_agent(agent, controller.EventsUp(agent.job, tuple(early)))
+                await self._process_message(agent, controller.EventsUp(agent.job, tuple(early)))
             while True:
                 message = await link.receive()
                 if not rate.take_token():
@@ -268,7 +268,7 @@ class Controller:
                         uid, "job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host
                     )
                     return
-                await self._from_agent(agent, message)
+                await self._process_message(agent, message)
         finally:
             track = self.registry.jobs.get(agent.job)
             if track is not None and track.agents.get(agent.host) is agent:
@@ -357,7 +357,7 @@ class Controller:
 
     # ---- root's report of a node -----------------------------------------------------------------------
 
-    async def _red_node(self, link: Link) -> None:
+    async def _judge_red_node(self, link: Link) -> None:
         """Judge root's report of a red node, and answer with the result."""
         host = link.session.peer_host
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
@@ -371,7 +371,7 @@ class Controller:
 
     # ---- agents' messages ------------------------------------------------------------------------------
 
-    async def _from_agent(self, agent: ConnectedAgent, message: protocol.AnyMessage) -> None:
+    async def _process_message(self, agent: ConnectedAgent, message: protocol.AnyMessage) -> None:
         track = self.registry.jobs.get(agent.job)
         if track is None:
             return
@@ -433,7 +433,7 @@ def _retrieve_exception(read: asyncio.Future[Job]) -> None:
         read.exception()
 
 
-def _keepalive(sock: socket.socket) -> None:
+def _enable_keepalive(sock: socket.socket) -> None:
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)

@@ -107,7 +107,7 @@ def judge_withheld(act: WithheldAct, node: Node | None, job: Job | None, now: fl
         if now - act.t < DRAIN_WINDOW_S:
             return OPEN, ""
         return REFUTED, f"{act.node} was in service a day later"
-    of_job = _of_job(act, job)
+    of_job = _judge_by_job(act, job)
     if of_job[0] != OPEN or now - act.t < WINDOW_S:
         return of_job
     if node is None:
@@ -117,7 +117,7 @@ def judge_withheld(act: WithheldAct, node: Node | None, job: Job | None, now: fl
     return REFUTED, f"{act.node} was {node.state} {WINDOW_S / 60:.0f} minutes later"
 
 
-def _of_job(act: WithheldAct, job: Job | None) -> tuple[str, str]:
+def _judge_by_job(act: WithheldAct, job: Job | None) -> tuple[str, str]:
     if job is None or job.state == CANCELLED:
         return OPEN, ""
     if job.restarts == act.restart and job.state in (FAILED, NODE_FAIL):
@@ -194,7 +194,7 @@ class Withheld:
         if not (pending := [a for a in self.acts if a.verdict == OPEN]):
             return
         nodes = await slurm.read_nodes()  # all nodes are read: a query for a removed node is an error
-        jobs = {raw_id: await _job(slurm, raw_id) for raw_id in {a.job for a in pending}}
+        jobs = {raw_id: await _find_job(slurm, raw_id) for raw_id in {a.job for a in pending}}
         for act in pending:
             verdict, evidence = judge_withheld(act, nodes.get(act.node), jobs[act.job], clock.time())
             if verdict == OPEN:
@@ -213,7 +213,7 @@ class Withheld:
             log.warning("event=withheld-not-kept path=%s %s", self._path, exc.strerror)
 
 
-async def _job(slurm: SlurmReading, raw_id: int) -> Job | None:
+async def _find_job(slurm: SlurmReading, raw_id: int) -> Job | None:
     try:
         return await slurm.read_job(raw_id)
     except SlurmUnreachable:

@@ -490,15 +490,15 @@ class Slurm:
         """
         words = [f"NodeName={name}", f"State={state}", *([f"Reason={reason}"] if reason else [])]
 
-        async def by_commands() -> None:
+        async def set_by_commands() -> None:
             await self._run_tool("scontrol", "update", *words)
 
-        async def fast(reader: ApiReader) -> None:
+        async def set_by_api(reader: ApiReader) -> None:
             if not isinstance(reader, PyslurmReader):
-                return await by_commands()
+                return await set_by_commands()
             return await reader.set_node_state(name, state, reason)
 
-        await self._read_by_either(fast, by_commands)
+        await self._read_by_either(set_by_api, set_by_commands)
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         """Reserve nodes for one user, regardless of the jobs that run there.

@@ -13,7 +13,7 @@ import re
 from gemini_hpc.slurm.facts import Job
 from gemini_hpc.slurm.text import (
     ParseError,
-    blank_none,
+    drop_none,
     parse_gres_needed,
     parse_hosts,
     parse_megabytes,
@@ -93,7 +93,7 @@ def parse_ids(out: bytes) -> list[tuple[int, str]]:
         parts = [part.strip() for part in line.split("|")]
         if len(parts) != 4 or not parts[0].isdigit():
             raise ParseError(f"not a row of ids: {line[:80]!r}")
-        found.append((int(parts[0]), f"{parts[2]}_{parts[1]}" if blank_none(parts[1]) else parts[0]))
+        found.append((int(parts[0]), f"{parts[2]}_{parts[1]}" if drop_none(parts[1]) else parts[0]))
     return found
 
 
@@ -102,13 +102,13 @@ def build_job(row: dict[str, str]) -> Job:
     if not row["JobID"].isdigit() or not row["UserID"].isdigit() or not row["State"]:
         raise ParseError(f"not a job: {row['JobID'][:40]!r} of user {row['UserID'][:40]!r}")
     raw_id = int(row["JobID"])
-    task = blank_none(row["ArrayTaskID"]).partition("%")[0]
+    task = drop_none(row["ArrayTaskID"]).partition("%")[0]
     array = parse_number(row["ArrayJobID"]) if task else None
     return Job(
         id=f"{array}_{task}" if array is not None else str(raw_id),
         raw_id=raw_id,
         state=parse_state(row["State"]),
-        reason=blank_none(row["Reason"]),
+        reason=drop_none(row["Reason"]),
         user_id=int(row["UserID"]),
         user=row["UserName"],
         nodes=parse_hosts(row["NodeList"]),
@@ -116,14 +116,14 @@ def build_job(row: dict[str, str]) -> Job:
         num_nodes=parse_number(row["NumNodes"]),
         restarts=parse_number(row["RestartCnt"]),
         may_requeue=parse_number(row["Requeue"]) != 0,
-        partition=blank_none(row["Partition"]),
-        reservation=blank_none(row["Reservation"]),
-        features=blank_none(row["Feature"]),
+        partition=drop_none(row["Partition"]),
+        reservation=drop_none(row["Reservation"]),
+        features=drop_none(row["Feature"]),
         array_job_id=array,
         array_task_id=task,
         is_het=parse_number(row["HetJobID"]) != 0,
         is_batch=parse_number(row["BatchFlag"]) != 0,
-        batch_host=blank_none(row["BatchHost"]) if parse_number(row["BatchFlag"]) else "",
+        batch_host=drop_none(row["BatchHost"]) if parse_number(row["BatchFlag"]) else "",
         min_cpus=parse_number(row["MinCpus"]),
         min_memory_mb=parse_megabytes(row["MinMemory"]),
         start_time=parse_time(row["StartTime"]),
@@ -163,6 +163,6 @@ def parse_reasons(out: bytes) -> dict[str, str]:
             raise ParseError(f"not a row of sinfo: {out[at : at + 80]!r}")
         name, user, stamp = (value.decode("ascii", errors="replace").strip() for value in written)
         said = rest[:TEXT_BYTES].decode(errors="replace").rstrip(" ")
-        found[name] = f"{said} [{user}@{stamp}]" if blank_none(said) else ""
+        found[name] = f"{said} [{user}@{stamp}]" if drop_none(said) else ""
         at = len(out) - len(rest) + TEXT_BYTES + 1
     return found

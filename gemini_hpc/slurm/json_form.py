@@ -14,7 +14,7 @@ import msgspec
 
 from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import Job, Node
-from gemini_hpc.slurm.text import blank_none, count_gres, parse_gres_needed, parse_hosts, parse_state
+from gemini_hpc.slurm.text import count_gres, drop_none, parse_gres_needed, parse_hosts, parse_state
 from gemini_hpc.slurm.ways import JSON, Surprise, Unreadable
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def _parse_state(value: Any) -> str:
 
 def _parse_names(value: Any) -> list[str]:
     """Return the names in a list, or in a text with commas."""
-    return [str(v) for v in value] if isinstance(value, list) else [v for v in blank_none(str(value)).split(",") if v]
+    return [str(v) for v in value] if isinstance(value, list) else [v for v in drop_none(str(value)).split(",") if v]
 
 
 def _parse_exit_code(value: Any) -> str:
@@ -118,7 +118,7 @@ def _convert_job(r: Mapping[str, Any]) -> Job:
     array = _parse_number(r["array_job_id"]) or None
     task_id = r["array_task_id"]
     has_task = bool(task_id.get("set")) if isinstance(task_id, dict) else task_id is not None
-    waiting = blank_none(r.get("array_task_string") or "").partition("%")[0]
+    waiting = drop_none(r.get("array_task_string") or "").partition("%")[0]
     task = "" if array is None else waiting or (str(_parse_number(task_id)) if has_task else "")
     memory = _parse_number(r["memory_per_node"]) or _parse_number(r["memory_per_cpu"])
     batch = bool(r["batch_flag"])
@@ -126,7 +126,7 @@ def _convert_job(r: Mapping[str, Any]) -> Job:
         id=f"{array}_{task}" if array is not None else str(r["job_id"]),
         raw_id=int(r["job_id"]),
         state=parse_state(_parse_state(r["job_state"])),
-        reason=blank_none(r.get("state_description") or r["state_reason"]),
+        reason=drop_none(r.get("state_description") or r["state_reason"]),
         user_id=int(r["user_id"]),
         user=str(r["user_name"]),
         nodes=parse_hosts(r["nodes"]),
@@ -134,14 +134,14 @@ def _convert_job(r: Mapping[str, Any]) -> Job:
         num_nodes=_parse_number(r["node_count"]),
         restarts=_parse_number(r["restart_cnt"]),
         may_requeue=bool(r["requeue"]),
-        partition=blank_none(r["partition"]),
-        reservation=blank_none(r["resv_name"]),
-        features=blank_none(r["features"]),
+        partition=drop_none(r["partition"]),
+        reservation=drop_none(r["resv_name"]),
+        features=drop_none(r["features"]),
         array_job_id=array,
         array_task_id=task,
         is_het=_parse_number(r["het_job_id"]) != 0,
         is_batch=batch,
-        batch_host=blank_none(r["batch_host"]) if batch else "",
+        batch_host=drop_none(r["batch_host"]) if batch else "",
         min_cpus=_parse_number(r["minimum_cpus_per_node"]),
         min_memory_mb=memory,
         start_time=float(_parse_number(r["start_time"])),
@@ -164,23 +164,23 @@ def _convert_node(r: Mapping[str, Any]) -> Node:
         name=str(r["name"]),
         state=base,
         flags=frozenset(_FLAGS.get(flag, flag) for flag in flags),
-        address=blank_none(r["address"]) or str(r["name"]),
+        address=drop_none(r["address"]) or str(r["name"]),
         port=_parse_number(r["port"]),
         partitions=tuple(_parse_names(r["partitions"])),
         features=frozenset(_parse_names(r["active_features"]) or _parse_names(r["features"])),
         cpus=_parse_number(r["cpus"]),
         memory_mb=_parse_number(r["real_memory"]),
-        reason=stamp_reason(r["reason"], r["reason_set_by_user"], _parse_number(r["reason_changed_at"])),
+        reason=format_reason(r["reason"], r["reason_set_by_user"], _parse_number(r["reason_changed_at"])),
         boot_time=float(_parse_number(r["boot_time"])),
         slurmd_start=float(_parse_number(r["slurmd_start_time"])),
         gres=count_gres(str(r["gres"])),
-        hostname=blank_none(r["hostname"]) or str(r["name"]),
+        hostname=drop_none(r["hostname"]) or str(r["name"]),
         spec_memory_mb=_parse_number(r["specialized_memory"]),
     )
 
 
-def stamp_reason(reason: str, user: str, at: float) -> str:
+def format_reason(reason: str, user: str, at: float) -> str:
     """Return a reason in the form of `scontrol show node`: text, author and time (UTC)."""
-    if not blank_none(reason):
+    if not drop_none(reason):
         return ""
     return f"{reason} [{user}@{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(at))}]" if user else reason

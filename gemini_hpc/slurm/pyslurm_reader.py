@@ -18,10 +18,10 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.slurm.facts import Job, Node
 from gemini_hpc.slurm.fair_queue import FairGate
-from gemini_hpc.slurm.json_form import stamp_reason
+from gemini_hpc.slurm.json_form import format_reason
 from gemini_hpc.slurm.text import (
     ParseError,
-    blank_none,
+    drop_none,
     parse_gres_needed,
     parse_hosts,
     parse_node_state,
@@ -196,7 +196,7 @@ def build_job(r: Mapping[str, Any]) -> Job:
         id=f"{array}_{task}" if array is not None else str(r["id"]),
         raw_id=int(r["id"]),
         state=parse_state(r["state"]),
-        reason=blank_none(r["state_reason"] or ""),
+        reason=drop_none(r["state_reason"] or ""),
         user_id=int(r["user_id"]),
         user=str(r["user_name"] or ""),
         nodes=parse_hosts(r["allocated_nodes"] or ""),
@@ -236,7 +236,7 @@ def build_node(r: Mapping[str, Any]) -> Node:
         features=frozenset(r["active_features"] or r["available_features"] or ()),
         cpus=int(r["total_cpus"] or 0),
         memory_mb=int(r["real_memory"] or 0),
-        reason=stamp_reason(r["reason"] or "", r["reason_user"] or "", float(r["reason_time"] or 0)),
+        reason=format_reason(r["reason"] or "", r["reason_user"] or "", float(r["reason_time"] or 0)),
         boot_time=float(r["boot_time"] or 0),
         slurmd_start=float(r["slurmd_start_time"] or 0),
         gres=parse_gres_needed(_join_gres(r["configured_gres"])),

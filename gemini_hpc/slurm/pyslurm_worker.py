@@ -74,23 +74,29 @@ NODE = (
 def list_calls(pyslurm: Any) -> dict[str, Callable[..., Any]]:
     """Return the functions that may be called, by name."""
 
-    def job(raw_id: int) -> dict[str, Any]:
+    def read_job(raw_id: int) -> dict[str, Any]:
         found = pyslurm.Job.load(raw_id)
         value = {name: getattr(found, name) for name in JOB}
         return value | {name: str(getattr(found, name, None) or "") for name in JOB_MAY}
 
-    def nodes(names: list[str]) -> list[dict[str, Any]]:
+    def read_nodes(names: list[str]) -> list[dict[str, Any]]:
         found = [pyslurm.Node.load(name) for name in names] if names else list(pyslurm.Nodes.load().values())
         return [{name: getattr(node, name) for name in NODE} for node in found]
 
-    def node_state(name: str, state: str, reason: str) -> None:
+    def set_node_state(name: str, state: str, reason: str) -> None:
         change = pyslurm.Node(state=state, reason=reason) if reason else pyslurm.Node(state=state)
         pyslurm.Node(name).modify(change)
 
     def requeue(raw_id: int) -> None:
         pyslurm.Job(raw_id).requeue()
 
-    return {"version": lambda: pyslurm.__version__, **{f.__name__: f for f in (job, nodes, node_state, requeue)}}
+    return {
+        "version": lambda: pyslurm.__version__,
+        "job": read_job,
+        "nodes": read_nodes,
+        "node_state": set_node_state,
+        "requeue": requeue,
+    }
 
 
 def answer_line(pyslurm: Any, known: dict[str, Callable[..., Any]], line: str) -> dict[str, Any]:

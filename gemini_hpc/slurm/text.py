@@ -34,7 +34,7 @@ def split_pairs(line: str) -> list[tuple[str, str]]:
     return [(m[1], line[m.end() : end].strip()) for m, end in zip(found, ends, strict=True)]
 
 
-def blank_none(value: str) -> str:
+def drop_none(value: str) -> str:
     """Return the value, "" if it is one of Slurm's words for none."""
     return "" if value in _NONE else value
 
@@ -48,7 +48,7 @@ def parse_number(value: str) -> int:
 def parse_hosts(value: str) -> tuple[str, ...]:
     """Return the hosts of a host list. Raises `ParseError`."""
     try:
-        return tuple(hostlist.expand(blank_none(value)))
+        return tuple(hostlist.expand(drop_none(value)))
     except ValueError as exc:
         raise ParseError(str(exc)) from None
 
@@ -87,7 +87,7 @@ def count_gres(value: str) -> dict[str, int]:
     Slurm spells such lists in several ways, for example `gpu:a100:4(S:0-1),gres/nvme:1`.
     """
     found: dict[str, int] = {}
-    for part in re.sub(r"\([^()]*\)", "", blank_none(value)).split(","):
+    for part in re.sub(r"\([^()]*\)", "", drop_none(value)).split(","):
         words = re.sub(r"^gres[:/]", "", part.strip()).replace("=", ":").split(":")
         count = 1
         if len(words) > 1 and (m := re.fullmatch(r"([0-9]+)([KMGT]?)", words[-1])):
@@ -136,7 +136,7 @@ def _parse_reason(record: str) -> str:
     """Return the whole reason, whatever words it contains, up to its author and time."""
     text = record.partition("Reason=")[2]
     stamped = re.match(r".*?\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]", text, re.DOTALL)
-    return blank_none((stamped[0] if stamped else text).strip())
+    return drop_none((stamped[0] if stamped else text).strip())
 
 
 def parse_node(record: str) -> Node:
@@ -147,14 +147,14 @@ def parse_node(record: str) -> Node:
         raise ParseError(f"not a node record: {record[:80]!r}")
     name = fields["NodeName"]
     base, flags = parse_node_state(state[0])
-    active = blank_none(fields.get("ActiveFeatures", "")) or blank_none(fields.get("AvailableFeatures", ""))
+    active = drop_none(fields.get("ActiveFeatures", "")) or drop_none(fields.get("AvailableFeatures", ""))
     return Node(
         name=name,
         state=base,
         flags=flags,
-        address=blank_none(fields.get("NodeAddr", "")) or name,
+        address=drop_none(fields.get("NodeAddr", "")) or name,
         port=parse_number(fields.get("Port", "0")),
-        partitions=tuple(p for p in blank_none(fields.get("Partitions", "")).split(",") if p),
+        partitions=tuple(p for p in drop_none(fields.get("Partitions", "")).split(",") if p),
         features=frozenset(f for f in active.split(",") if f),
         cpus=parse_number(fields.get("CPUTot", "0")),
         memory_mb=parse_number(fields.get("RealMemory", "0")),
@@ -162,7 +162,7 @@ def parse_node(record: str) -> Node:
         boot_time=parse_time(fields.get("BootTime", "")),
         slurmd_start=parse_time(fields.get("SlurmdStartTime", "")),
         gres=count_gres(fields.get("Gres", "")),
-        hostname=blank_none(fields.get("NodeHostName", "")) or name,
+        hostname=drop_none(fields.get("NodeHostName", "")) or name,
         spec_memory_mb=parse_number(fields.get("MemSpecLimit", "0")),
     )
 
@@ -175,7 +175,7 @@ def parse_reservation(line: str) -> Reservation:
     return Reservation(
         name=fields["ReservationName"],
         nodes=parse_hosts(fields.get("Nodes", "")),
-        users=tuple(u for u in blank_none(fields.get("Users", "")).split(",") if u),
+        users=tuple(u for u in drop_none(fields.get("Users", "")).split(",") if u),
         state=fields.get("State", ""),
         flags=frozenset(f for f in fields.get("Flags", "").split(",") if f),
         start_time=parse_time(fields.get("StartTime", "")),

@@ -83,7 +83,9 @@ def test_jobs_counts_what_came_back_and_tells_of_what_was_sealed(tmp_path: Path)
         )
     operators: Any = Nobody()
     asked: Any = None
-    answers = asyncio.run(Questions(operators, registry, logs, Lemons(str(tmp_path), 0), asked)._listed(False, 5001))
+    answers = asyncio.run(
+        Questions(operators, registry, logs, Lemons(str(tmp_path), 0), asked)._list_jobs(False, 5001)
+    )
     assert [(row.job, row.recoveries, row.sealed) for row in answers.jobs] == [(7, 1, 40), (8, 0, 0)]
 
 

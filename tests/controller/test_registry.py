@@ -67,7 +67,7 @@ def test_a_training_has_finished_where_all_agents_say_so(
         one.apply_registration(Registration(7, 1, f"n{number}", (), 2, 17000, "x", "attached", finished=word))
     former = track.agents["n9"] = agent("n9", verified=True)
     former.apply_registration(Registration(7, 0, "n9", (), 2, 17000, "x", "detached", finished=True))
-    assert track.has_finished(1) is finished
+    assert track.check_finished(1) is finished
     track.job = dataclasses.replace(JOB, nodes=("n1", "n3"))
     assert track.lacks(1, "n2") is bool(finished), "it runs on with --no-kill, and nobody looks at the node again"
 
@@ -81,7 +81,7 @@ def test_a_node_that_a_spare_has_replaced_has_not_to_finish(tmp_path: Path, word
         track.agents[host].apply_registration(
             Registration(7, 1, host, (), 2, 17000, "x", "detached", without=without, finished=said)
         )
-    assert track.has_finished(1) is (word is not False)
+    assert track.check_finished(1) is (word is not False)
 
 
 def test_what_an_agent_says_again_counts() -> None:

@@ -472,7 +472,7 @@ def steering(home: Recoveries) -> Recovery:
         await recovery.finish_requeue(helper)
 
     recovery.run = run  # type: ignore[method-assign]
-    home._start(f"recovery {KEY}", lambda: home._run((JOB.raw_id, JOB.restarts), recovery), recovery.died)
+    home._start(f"recovery {KEY}", lambda: home._run((JOB.raw_id, JOB.restarts), recovery), recovery.on_task_death)
     return recovery
 
 
