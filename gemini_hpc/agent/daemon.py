@@ -30,7 +30,7 @@ from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
-from gemini_hpc.agent.peers.listen_address import interface_address
+from gemini_hpc.agent.peers.listen_address import find_interface_address
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
@@ -100,7 +100,7 @@ class Agent:
             share: The job's share of the node's memory cap, as the prolog knows it; see `Budget`.
         """
         self.identity, settings, directory = identity, identity.settings, identity.directory
-        identity.address, identity.interface = interface_address(settings.interface)
+        identity.address, identity.interface = find_interface_address(settings.interface)
         membership = self.membership = Membership()
         events = EventLog(identity.node, lambda: membership.restart, self._print)
         context = AgentContext(identity, membership, events, Tasks(events.log).spawn)
@@ -195,7 +195,7 @@ class Agent:
             self._waker,
             FlushRequests(context, trainings, saver, self.salvage),
             self._view,
-            lambda: self.member.inventory(verify=False),
+            lambda: self.member.build_inventory(verify=False),
             self.spares,
             self._retention,
         )
@@ -251,7 +251,9 @@ class Agent:
         await self._retention.over.wait()
         self._local.close()  # the epilog waits for this close, and for no answer
         mesh = here.incarnation.mesh if here.incarnation is not None else None
-        await asyncio.gather(self.controller_link.hang_up(), *([mesh.parted()] if mesh is not None else []))
+        await asyncio.gather(
+            self.controller_link.hang_up(), *([mesh.wait_until_informed()] if mesh is not None else [])
+        )
         server.close()
         if mesh is not None:
             mesh.close()
@@ -393,7 +395,7 @@ class Agent:
                 await incarnation.rounds.wait_live(None)
         except TimeoutError:
             map_file.end_wait(me.directory)
-            absent = await incarnation.absent(_LOOK_S)
+            absent = await incarnation.find_absent(_LOOK_S)
             missing = f"; none can be reached on {', '.join(absent)[:200]}" if absent else ""
             self._log(
                 "unmapped", detail=f"not all agents of {len(here.hosts)} nodes agreed within {bound_s:g} s{missing}"
@@ -436,8 +438,8 @@ class Agent:
         mesh = Mesh(me, m.restart, hosts, self, self._complain, expected=expected, lost=m.lost)
         here.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
         if begun:
-            self.member.attach(m)  # written to disk before any peer or the controller learns of it
-        mesh.want(mesh.ring())
+            self.member.store_attach(m)  # written to disk before any peer or the controller learns of it
+        mesh.want(mesh.list_ring_neighbours())
         mesh.want(rounds.children)
         if rounds.parent is not None:
             mesh.want([rounds.parent])
@@ -502,7 +504,7 @@ class Agent:
             self.controller_link.register()
             if mesh is not None:
                 # A node's loss may end the script, with any exit code, before any agent here notices the loss.
-                mesh.detector.job_ended(clock.monotonic())
+                mesh.detector.record_job_end(clock.monotonic())
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
                 hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.controller_link.connected
             map_file.begin_wait(me.directory)
@@ -510,7 +512,7 @@ class Agent:
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True
         # With dead or silent peers the job may be about to restart; only the controller knows.
-        dead = mesh is not None and bool(mesh.dead or mesh.silent())
+        dead = mesh is not None and bool(mesh.dead or mesh.list_silent())
         idle = here.map_restart == here.restart and me.node not in here.noderanks and not list(self.store)
         if (idle or self.launches.is_left_out) and m.exit_code == "0":
             if mesh is not None:
@@ -634,7 +636,7 @@ class Agent:
         incarnation = self.membership.incarnation
         if incarnation is None:
             return local.Verdict()
-        mesh, silent = incarnation.mesh, incarnation.mesh.silent()
+        mesh, silent = incarnation.mesh, incarnation.mesh.list_silent()
         alive = tuple(h for h in incarnation.hosts if h not in mesh.dead and h not in silent)
         sealed = max((s.sealed for s in self.trainings if s.sealed is not None), default=(0, 0))
         dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))

@@ -67,7 +67,7 @@ class GoodEnd:
 
     def _missed(self) -> bool:
         incarnation = self._membership.incarnation
-        return incarnation is not None and bool(incarnation.mesh.dead or incarnation.mesh.silent())
+        return incarnation is not None and bool(incarnation.mesh.dead or incarnation.mesh.list_silent())
 
     def _free(self) -> bool:
         """Free all memory and return whether this was possible.

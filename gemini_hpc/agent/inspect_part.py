@@ -134,7 +134,7 @@ class InspectView:
             trainings=tuple(self._training_name(t) for t in self._trainings),
             held=tuple(self._held()),
             events=tuple(self._log.events[-_EVENTS:]),
-            suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),
+            suspects=tuple(sorted(mesh.list_silent() - mesh.dead)) if mesh is not None else (),
             dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
             request=request,
             record=None if record is None else self._stats.record(record),

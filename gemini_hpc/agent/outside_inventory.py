@@ -49,7 +49,9 @@ async def _ask(identity: AgentIdentity, mesh: Mesh, host: str, known: int | None
     settings = identity.settings
     ports = [known] if known else list_candidates(settings, identity.job)
     try:
-        link, _ = await connect_any(settings.address_of(host), ports, lambda: mesh.client(host, "inventory"), DIAL_S)
+        link, _ = await connect_any(
+            settings.address_of(host), ports, lambda: mesh.build_client(host, "inventory"), DIAL_S
+        )
     except (OSError, HandshakeError):
         return None
     try:

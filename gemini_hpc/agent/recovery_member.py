@@ -74,17 +74,17 @@ class RecoveryMember:
     @property
     def replicas(self) -> int:
         """Return the number of a shard's holders, limited by the number of nodes."""
-        return max(1, self._current().attach.replicas)
+        return max(1, self._require_incarnation().attach.replicas)
 
     @property
     def parity(self) -> int:
         """Return the number of parity blocks in a row, 0 for whole copies."""
-        return self._current().attach.parity
+        return self._require_incarnation().attach.parity
 
     @property
     def wanted(self) -> int:
         """Return the number of nodes that should train: all of the allocation but its spares."""
-        return self._current().view.wanted
+        return self._require_incarnation().view.wanted
 
     def send(self, host: str, message: Message) -> bool:
         """Send to one peer. Return whether there is a link to it."""
@@ -102,7 +102,7 @@ class RecoveryMember:
         self._transfers.incoming.stop()
         self._service.drop_all()
 
-    async def inventory(self, *, verify: bool = True) -> peer.InventoryRecord:
+    async def build_inventory(self, *, verify: bool = True) -> peer.InventoryRecord:
         """Verify the copies on this node and return their inventory.
 
         Args:
@@ -136,10 +136,10 @@ class RecoveryMember:
             order=here.placed.ranks,
             closed=self._closings.all,
             closing=self._closings.own,
-            stop=self._stop(),
+            stop=self._build_stop(),
         )
 
-    def _stop(self) -> peer.Stop:
+    def _build_stop(self) -> peer.Stop:
         """Return the last stop, with the newest step that ranks here have completed."""
         stop = self._membership.stop
         here = {
@@ -152,7 +152,7 @@ class RecoveryMember:
         """Return the known failure domains by host."""
         return self._domains.by_host
 
-    async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
+    async def gather_outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         """Return the inventories of agents on nodes that the job has left."""
         incarnation = self._membership.incarnation
         if incarnation is None:
@@ -164,7 +164,7 @@ class RecoveryMember:
         """Return the predecessor: the job that this one continues if it has no state of its own. 0 means none."""
         return self._predecessor.job
 
-    async def left(self) -> PredecessorState:
+    async def gather_predecessor_state(self) -> PredecessorState:
         """Return the copies of the predecessor's agents, as far as they can be reached."""
         return await self._predecessor.left()
 
@@ -186,7 +186,7 @@ class RecoveryMember:
             self._spawn(self._saver.check_once())
         return heeded
 
-    async def stored(
+    async def find_stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
     ) -> tuple[VersionManifest, ...]:
         """Return the newest version of each training on the tier.
@@ -204,15 +204,15 @@ class RecoveryMember:
         )
         return await self._saver.find_stored(without, within_s, self.after if before else 0)
 
-    def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
+    def learn_rejections(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         """Add rejected versions to those known, and return all of them."""
         return self._rejections.learn(found)
 
-    def closed(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
+    def learn_closings(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
         """Add closed trainings to those known, and return all of them."""
         return self._closings.learn(found, parts)
 
-    def begun(self, number: int, step: str) -> None:
+    def store_round_begin(self, number: int, step: str) -> None:
         """Store on disk that the coordinator has used this round number."""
         state = self._state.state
         if state is not None:
@@ -226,16 +226,16 @@ class RecoveryMember:
             shard.registered_round = shard.resumed_round = shard.rescued_round = 0
             shard.pair.void_except(*keep.get(shard.training, ()))
         here = self._membership
-        self._adopt(self._current(), plan)
+        self._adopt(self._require_incarnation(), plan)
         mine, n = here.noderanks.get(self._identity.node), here.nodes
         for shard in (*self._store.shards.values(), *self._store.parities.values()):
             if mine in here.redundancy.list_holders(shard.home % n):
                 shard.resumed_round = plan.round
-        self._took(plan, live=False)
+        self._store_plan(plan, live=False)
         self._predecessor.taking(plan)
         self._transfers.pulls.start([o for o in plan.pulls if o.dest == self._identity.node])
 
-    def _current(self) -> Incarnation:
+    def _require_incarnation(self) -> Incarnation:
         incarnation = self._membership.incarnation
         assert incarnation is not None  # the incarnation's rounds are the caller
         return incarnation
@@ -256,10 +256,10 @@ class RecoveryMember:
             incarnation.mesh.want(by_rank[rank] for rank in here.redundancy.list_peers(mine))
         self._trainings.apply_plan(plan)
 
-    def live(self, plan: peer.PlanDown) -> None:
+    def admit_ranks(self, plan: peer.PlanDown) -> None:
         """Let trainers come: all agents have acknowledged. Store this on disk and write the map."""
-        incarnation = self._current()
-        self._took(plan, live=True)
+        incarnation = self._require_incarnation()
+        self._store_plan(plan, live=True)
         self._trainings.open(incarnation)
         for training in self._trainings:
             self._trainings.recount(training.name)
@@ -268,10 +268,10 @@ class RecoveryMember:
         lost = [f"{s.name}: {reason}" for s in plan.trainings for reason in s.lost]
         version = max((s.chosen[1] for s in plan.trainings if s.chosen is not None), default=0)
         if plan.takeover is not None and incarnation.leads:
-            self._tell_of(plan, plan.takeover)
+            self._log_takeover(plan, plan.takeover)
         self.log("agreed", version=version, detail="; ".join([f"epoch {plan.epoch}", *chosen, *lost]))
 
-    def _tell_of(self, plan: peer.PlanDown, takeover: peer.Takeover) -> None:
+    def _log_takeover(self, plan: peer.PlanDown, takeover: peer.Takeover) -> None:
         """Log, once for the whole job, the fate of its predecessor's state."""
         places = {s.name: "the tier" if s.stored else "memory" for s in plan.trainings}
         taken = [f"{name}: version {s.version} from {places[name]}" for name, s in takeover.stamps.items()]
@@ -279,11 +279,11 @@ class RecoveryMember:
         detail = "; ".join(filter(None, (f"job {takeover.job}", *taken, takeover.lost)))
         self.log("took_over" if taken else "not_taken_over", version=version, detail=detail)
 
-    def bound(self, plan: peer.PlanDown) -> None:
+    def store_launch(self, plan: peer.PlanDown) -> None:
         """Store on disk that the live round serves this launch of the training."""
-        self._took(plan, live=True)
+        self._store_plan(plan, live=True)
 
-    def _took(self, plan: peer.PlanDown, *, live: bool) -> None:
+    def _store_plan(self, plan: peer.PlanDown, *, live: bool) -> None:
         state = self._state.state
         if state is not None:
             self._write_state(msgspec.structs.replace(state, plan=plan, live=live, step=plan.step))
@@ -302,7 +302,7 @@ class RecoveryMember:
                 "if this agent dies, the protection of this node may end with it",
             )
 
-    def attach(self, attach: local.Attach) -> None:
+    def store_attach(self, attach: local.Attach) -> None:
         """Store a new incarnation on disk: a successor must know it before a peer does."""
         self._write_state(restart_state.State(attach))
 

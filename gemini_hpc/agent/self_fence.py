@@ -87,7 +87,7 @@ class SelfFence:
         In a large job, all partners of a node can have died while hundreds of its peers are alive.
         """
         since, incarnation = self._alone_since, self._membership.incarnation
-        if incarnation is not None and await incarnation.mesh.anybody(_SEARCH_S):
+        if incarnation is not None and await incarnation.mesh.can_reach_anybody(_SEARCH_S):
             self._alone_since = None
         elif since is not None and since == self._alone_since and self._alone():
             self._alone_since = clock.monotonic()

@@ -271,10 +271,10 @@ class Sessions:
         while rounds.stage != "live" or rounds.round == before:
             self._membership.doubt = True
             if rounds.stage == "live":
-                rounds.need(before, m.step, True, m.tier)
+                rounds.request_round(before, m.step, True, m.tier)
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await rounds.changed()
+                    await rounds.wait_for_change()
 
     async def _alone(self, m: local.Hello) -> None:
         """Wait briefly until an earlier process of this rank has left: it may just have been killed."""
@@ -301,7 +301,7 @@ class Sessions:
         with suppress(TimeoutError):
             async with asyncio.timeout(_REJOIN_S):
                 while rounds.stage == "planned":
-                    await rounds.changed()
+                    await rounds.wait_for_change()
         return rounds.stage == "live" and rounds.step == m.step
 
     async def _round_for(self, rounds: RecoveryRounds, m: local.Hello) -> None:
@@ -327,12 +327,12 @@ class Sessions:
             if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
                 return
             if rounds.stage == "live":
-                rounds.need(rounds.round, m.step, again, m.tier)
+                rounds.request_round(rounds.round, m.step, again, m.tier)
             if rounds.stage == "live" and rounds.step == m.step and not need_new:
                 return
             try:
                 async with asyncio.timeout(1.0):  # the request may be lost with a link: repeat it
-                    await rounds.changed()
+                    await rounds.wait_for_change()
             except TimeoutError:
                 continue
 

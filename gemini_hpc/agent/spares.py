@@ -100,7 +100,10 @@ class Spares:
         deadline = clock.monotonic() + _SUSPECTS_S
         while self._membership.incarnation is incarnation and clock.monotonic() < deadline:
             mesh = incarnation.mesh
-            if self._view_without(mesh.dead) is None or self._view_without(mesh.dead | mesh.silent()) is not None:
+            if (
+                self._view_without(mesh.dead) is None
+                or self._view_without(mesh.dead | mesh.list_silent()) is not None
+            ):
                 return
             await asyncio.sleep(_TOGETHER_S)
 

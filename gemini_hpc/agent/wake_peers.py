@@ -46,7 +46,7 @@ class Wake:
                     return
             if self._membership.incarnation is not incarnation or self._membership.detached:
                 return
-            await asyncio.gather(*(self._summon(incarnation, host) for host in incarnation.mesh.unlinked()))
+            await asyncio.gather(*(self._summon(incarnation, host) for host in incarnation.mesh.list_unlinked()))
 
     async def _summon(self, incarnation: Incarnation, host: str) -> None:
         attach, settings = incarnation.attach, self._identity.settings
@@ -67,7 +67,7 @@ class Wake:
         ports = list_candidates(settings, self._identity.job)
         try:
             link, _ = await connect_any(
-                settings.address_of(host), ports, lambda: incarnation.mesh.client(host, "wake"), DIAL_S
+                settings.address_of(host), ports, lambda: incarnation.mesh.build_client(host, "wake"), DIAL_S
             )
         except (OSError, HandshakeError):
             return

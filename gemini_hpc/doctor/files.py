@@ -265,7 +265,7 @@ def check_domains(facts: HostFacts) -> Outcome:
     setting = facts.settings.failure_domains
     if setting == failure_domains.NONE:
         return ok('"none": nodes side by side hold each other\'s copies')
-    path = failure_domains.path_of(setting)
+    path = failure_domains.find_path(setting)
     if not path:
         return ok(f"no {' and no '.join(failure_domains.SLURMS)}: nodes side by side hold each other's copies")
     wanted, fix = f"{path}, which says what fails together", 'see docs/admin.md, failure domains; or set it to "none"'

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gemini_hpc.agent.peers.listen_address import interface_address
+from gemini_hpc.agent.peers.listen_address import find_interface_address
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.transfer.rdma import RdmaError, find_port
 from gemini_hpc.config import Settings
@@ -185,7 +185,7 @@ def check_addresses(facts: HostFacts) -> Outcome:
     s, node = facts.settings, facts.own_node
     name = node.name if node else facts.hostname
     if s.interface:
-        if not interface_address(s.interface)[0]:
+        if not find_interface_address(s.interface)[0]:
             return wrong(
                 f"interface {s.interface!r} has no IPv4 address on this node: agents listen on all of them",
                 "an interface with an address",

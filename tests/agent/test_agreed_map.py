@@ -38,10 +38,10 @@ class Host:
             self.tier, self.chosen = True, tier
         return heeded
 
-    async def left(self) -> round_plan.PredecessorState:
+    async def gather_predecessor_state(self) -> round_plan.PredecessorState:
         return round_plan.PredecessorState(self.after)
 
-    async def stored(
+    async def find_stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
     ) -> tuple[version.VersionManifest, ...]:
         self.looks.append(launched)
@@ -57,7 +57,7 @@ class Host:
     def freeze(self, step: str) -> None:
         pass
 
-    async def inventory(self) -> peer.InventoryRecord:
+    async def build_inventory(self) -> peer.InventoryRecord:
         if self.looks and self.older is not None:  # it has taken part in a round: nothing newer is known any more
             copy = self.older.copies[0]
             return msgspec.structs.replace(
@@ -71,26 +71,26 @@ class Host:
             return self.older
         return peer.InventoryRecord(self.name, None, -1, 0, (), (), 1, "i", unbroken=self.unbroken)
 
-    async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
+    async def gather_outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         return ()
 
-    def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
+    def learn_rejections(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         self.known = tuple(dict.fromkeys((*self.known, *found)))
         return self.known
 
-    def closed(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
+    def learn_closings(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
         return merged(found, parts)
 
-    def begun(self, number: int, step: str) -> None:
+    def store_round_begin(self, number: int, step: str) -> None:
         pass
 
     def apply(self, plan: peer.PlanDown) -> None:
         self.doubt = plan.doubt
 
-    def live(self, plan: peer.PlanDown) -> None:
+    def admit_ranks(self, plan: peer.PlanDown) -> None:
         self.lived += 1
 
-    def bound(self, plan: peer.PlanDown) -> None:
+    def store_launch(self, plan: peer.PlanDown) -> None:
         pass
 
     def log(self, name: str, *, version: int = 0, detail: str = "") -> None:
@@ -105,7 +105,7 @@ def test_an_agent_with_another_map_keeps_everybody_from_having_one() -> None:
         rounds.begin_round("")
         await asyncio.gather(*spawned)
         for child in ("n2", "n3"):
-            rounds.on_message(child, peer.InventoryUp(1, (await Host(child).inventory(),)))
+            rounds.on_message(child, peer.InventoryUp(1, (await Host(child).build_inventory(),)))
         plan = rounds.plan
         assert plan is not None and rounds.stage == "planned" and host.lived == 0
         rounds.on_message("n2", peer.PlanAck(1, plan.map_hash))
@@ -135,16 +135,16 @@ def test_a_round_that_cannot_see_the_tier_serves_no_launch() -> None:
         await settle()
         assert rounds.stage == "live" and host.lived == 1 and rounds.unseen == "not mounted"
         for number in (2, 3):
-            rounds.need(number - 1, "7.0", again=False)
-            rounds.need(number - 1, "7.0", again=False)  # another rank's wish
+            rounds.request_round(number - 1, "7.0", again=False)
+            rounds.request_round(number - 1, "7.0", again=False)  # another rank's wish
             await settle()
             assert (rounds.stage, rounds.round, rounds.step) == ("live", number, "7.0") and rounds.unseen
         host.sees = True
-        rounds.need(3, "7.0", again=False)
+        rounds.request_round(3, "7.0", again=False)
         await settle()
         assert rounds.round == 4 and not rounds.unseen and host.looks == [False, True, True, True]
         assert rounds.plan is not None and [s.chosen for s in rounds.plan.trainings] == [(1, 9)]
-        rounds.need(4, "7.0", again=False)
+        rounds.request_round(4, "7.0", again=False)
         await settle()
         assert rounds.round == 4, "it is served"
 
@@ -161,11 +161,11 @@ def test_where_nothing_was_ever_sealed_there_is_nothing_on_the_tier(unbroken: bo
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
         rounds.begin_round("")
-        rounds.need(1, "7.0", again=False)
+        rounds.request_round(1, "7.0", again=False)
         while spawned:
             await spawned.pop(0)
-        rounds.need(1, "7.0", again=False)
-        rounds.need(1, "7.1", again=False)
+        rounds.request_round(1, "7.0", again=False)
+        rounds.request_round(1, "7.1", again=False)
         while spawned:
             await spawned.pop(0)
         assert rounds.stage == "live" and rounds.round == 2
@@ -198,11 +198,11 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) 
                 await spawned.pop(0)
             assert rounds.plan is not None and [s.chosen for s in rounds.plan.trainings] == [(1, 9)]
             return
-        rounds.need(1, "7.0", again=False)
+        rounds.request_round(1, "7.0", again=False)
         while spawned:
             await spawned.pop(0)
         assert not rounds.unseen and [s.chosen for s in rounds.plan.trainings] == [(1, 9)]
-        rounds.need(2, "7.1", again=False)
+        rounds.request_round(2, "7.1", again=False)
         while spawned:
             await spawned.pop(0)
         assert rounds.round == 3 and len(host.looks) == 2, "memory has what the tier had"
@@ -245,7 +245,7 @@ def test_a_tier_that_the_program_chooses_is_looked_at_before_it_is_served() -> N
             await spawned.pop(0)
         assert rounds.stage == "live" and not host.looks
         for _ in range(2):  # the second rank says the same
-            rounds.need(1, "7.0", again=False, tier=Tier("/t", 60))
+            rounds.request_round(1, "7.0", again=False, tier=Tier("/t", 60))
             while spawned:
                 await spawned.pop(0)
         assert rounds.round == 2 and rounds.step == "7.0" and host.looks == [True]

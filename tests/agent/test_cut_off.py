@@ -31,7 +31,7 @@ class Agent:
         attach = Attach(7, 0, "n[1-5]", "n1", 2, spares=1)
         here = self.here = Membership()
         self.silent: set[str] = set()
-        mesh = SimpleNamespace(dead=self.dead, silent=lambda: self.silent)
+        mesh = SimpleNamespace(dead=self.dead, list_silent=lambda: self.silent)
         view = View(HOSTS, 1)
         incarnation: Any = SimpleNamespace(attach=attach, view=view, mesh=mesh, hosts=HOSTS, live=True, restart=0)
         here.incarnation, here.detached = incarnation, False

@@ -46,14 +46,14 @@ class Watch:
 def test_a_silent_partner_is_probed_once_by_itself_and_by_three_others() -> None:
     watch = Watch()
     assert watch.suspect("b") == Probe("b", ("c", "d", "e"), 1.0, 2.0)
-    assert watch.detector.silent(watch.links) == {"b"} and not watch.detector.dead
+    assert watch.detector.list_silent(watch.links) == {"b"} and not watch.detector.dead
     watch.hear(4.0, "b")
     assert watch.probes(4.0) == [], "it is being probed"
 
 
 def test_who_is_heard_after_the_jobs_end_was_not_lost_before_it() -> None:
     watch = Watch()
-    watch.detector.job_ended(0.5)
+    watch.detector.record_job_end(0.5)
     watch.hear(1.0, "b")
     assert [probe.host for probe in watch.probes(2.5)] == ["b"], "it may have been lost before"
     assert watch.probes(4.0) == [], "the others may have ended since, as their jobs have"
@@ -62,7 +62,7 @@ def test_who_is_heard_after_the_jobs_end_was_not_lost_before_it() -> None:
 def test_where_one_was_lost_before_the_jobs_end_another_loss_is_news() -> None:
     watch = Watch()
     watch.detector.on_report("c", "b", alive=False, now=1.5)
-    watch.detector.job_ended(1.6)
+    watch.detector.record_job_end(1.6)
     watch.hear(2.0, "b", "c")
     assert {probe.host for probe in watch.probes(3.0)} == {"c"}
     assert {probe.host for probe in watch.probes(4.5)} == {"d", "e", "f"}
@@ -88,7 +88,7 @@ def test_who_is_no_partner_or_was_never_heard_is_not_suspected() -> None:
     watch.hear(1.9, "b", "c")
     watch.probes(1.9)
     watch.hear(3.8, "b", "c")
-    assert watch.probes(3.8) == [] and watch.detector.silent([]) == {"d", "e", "f"}
+    assert watch.probes(3.8) == [] and watch.detector.list_silent([]) == {"d", "e", "f"}
 
 
 def test_suspects_are_no_witnesses() -> None:
@@ -117,7 +117,7 @@ def test_whom_nobody_reaches_is_dead_and_all_are_told() -> None:
     watch = Watch()
     found = watch.detector.judge(watch.suspect("b"), False, [False, None, False], 4.5)
     assert found == [Liveness("b", alive=False), Dead("b", ("a", "c", "e"), known=False)]
-    assert watch.detector.dead == {"b"} and watch.detector.silent(watch.links) == set()
+    assert watch.detector.dead == {"b"} and watch.detector.list_silent(watch.links) == set()
     watch.hear(5.0, "b")
     assert watch.probes(5.0) == [], "the dead are not probed"
 
@@ -195,7 +195,7 @@ def test_who_was_cut_off_itself_looks_for_the_others_again() -> None:
     assert len(dead) > 3
     first, *doubts = detector.record_message("b", 6.0)
     assert first == Liveness("b", alive=True) and doubts == [Doubt(host, SILENCE_S / 2) for host in "cde"]
-    again, *more = detector.found("c", 6.1)
+    again, *more = detector.record_reached("c", 6.1)
     assert again == Liveness("c", alive=True) and not {"d", "e"} & {
         doubt.host for doubt in more if isinstance(doubt, Doubt)
     }
@@ -220,11 +220,11 @@ def test_who_has_left_is_neither_suspected_nor_buried_until_it_is_heard_again() 
     watch = Watch()
     detector, probe = watch.detector, watch.suspect("b")
     detector.on_report("d", "c", alive=False, now=6.1)
-    assert detector.leaves("b") == [] and detector.leaves("c") == [Liveness("c", alive=True)]
+    assert detector.record_leave("b") == [] and detector.record_leave("c") == [Liveness("c", alive=True)]
     assert detector.judge(probe, False, [False, False, False], 6.2) == []
     assert detector.on_report("d", "b", alive=False, now=9.0) == [] and not detector.dead
     watch.hear(9.0, "b", "c")
-    assert watch.probes(9.0) == [] and detector.silent(HOSTS[3:]) == set()
+    assert watch.probes(9.0) == [] and detector.list_silent(HOSTS[3:]) == set()
     detector.record_message("b", 10.0)
     watch.hear(11.9, "b", "c")
     watch.probes(11.9)
@@ -260,7 +260,7 @@ def test_whatever_comes(seed: int) -> None:
             answers = [rng.choice([False, None, False, True]) for _ in probe.witnesses]
             effects = detector.judge(probe, probe.host != "b" and rng.random() < 0.5, answers, now)
         elif kind == "found" and host != "b" and host in detector.dead:
-            effects = detector.found(host, now)
+            effects = detector.record_reached(host, now)
         else:
             effects = detector.on_report("f", host, alive=rng.random() < 0.5, now=now)
         for effect in effects:

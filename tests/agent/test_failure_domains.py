@@ -75,7 +75,7 @@ def planned(domains: dict[str, str], replicas: int = 2) -> peer.PlanDown:
         rounds.begin_round("")
         await asyncio.gather(*spawned)
         for child in HOSTS[1:]:
-            rounds.on_message(child, peer.InventoryUp(1, (await Host(child).inventory(),)))
+            rounds.on_message(child, peer.InventoryUp(1, (await Host(child).build_inventory(),)))
         assert rounds.plan is not None
         return rounds.plan
 

@@ -93,7 +93,7 @@ def test_a_peer_that_sends_meanwhile_reads_it() -> None:
             assert not leaver.links["n2"].is_read
             assert peer.AgentLeft() in await everything(far)
             far.close()
-            await leaver.parted()
+            await leaver.wait_until_informed()
             assert served.done() and not leaver.links, "its answer is the end of the connection"
             leaver.close()
 
@@ -111,7 +111,7 @@ def test_who_leaves_at_the_same_time_is_heard() -> None:
             await turns()
             for one in both.values():
                 one.leave()
-            await asyncio.gather(*(one.parted() for one in both.values()), *ends)
+            await asyncio.gather(*(one.wait_until_informed() for one in both.values()), *ends)
             for one in both.values():
                 one.close()
 
@@ -132,7 +132,7 @@ def test_a_peer_whose_link_is_lost_at_that_moment_is_told_on_the_next_one(at: st
             await turns()
             assert not leaver.links
             leaver.leave()
-        waits = asyncio.ensure_future(leaver.parted())
+        waits = asyncio.ensure_future(leaver.wait_until_informed())
         await turns()
         assert not waits.done()
         async with linked() as (near, far):
@@ -141,7 +141,7 @@ def test_a_peer_whose_link_is_lost_at_that_moment_is_told_on_the_next_one(at: st
                 asyncio.ensure_future(other.serve("n1", far)),
             ]
             await waits
-            assert other.left == {"n1"} and not other.silent()
+            assert other.left == {"n1"} and not other.list_silent()
         await asyncio.gather(*ends)
         leaver.close()
         other.close()

@@ -80,7 +80,7 @@ def test_who_was_silent_at_the_end_is_looked_at_again(
             agent._good_end.check_doubt()
             assert not agent._retention.over.is_set()
             if what == "left":
-                mesh.detector.leaves("n2")
+                mesh.detector.record_leave("n2")
             elif what == "heard":
                 mesh.detector.suspects.clear()
                 mesh.detector.record_message("n2", clock.monotonic())

@@ -27,7 +27,7 @@ def record(
 
 def test_agents_put_together_what_each_knows() -> None:
     """n4 takes the place of n2, and knows nothing; the first sign of the stop counts, and the newest step."""
-    found = round_plan.merged_stop(
+    found = round_plan.merge_stops(
         [
             record("n1", peer.Stop(20.0, ("n2",), reached={"default": 47})),
             record("n3", peer.Stop(19.5, ("n2",), reached={"default": 48, "second": 3})),
@@ -36,7 +36,7 @@ def test_agents_put_together_what_each_knows() -> None:
         {"n1": 0, "n4": 1, "n3": 2},
     )
     assert found == peer.Stop(19.5, ("n2",), (("n2", "n4"),), {"default": 48, "second": 3})
-    again = round_plan.merged_stop(
+    again = round_plan.merge_stops(
         [record(host, found, {"n1": 0, "n4": 1, "n3": 2}, 1) for host in ("n1", "n4", "n3")],
         {"n1": 0, "n4": 1, "n3": 2},
     )

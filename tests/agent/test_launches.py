@@ -44,7 +44,9 @@ class Net:
     def _incarnation(self, at: int) -> Any:
         name, names = self.names[at], self.names
         rounds = SimpleNamespace(
-            changed=asyncio.Event().wait, parent=names[at - 1] if at else None, children=tuple(names[at + 1 : at + 2])
+            wait_for_change=asyncio.Event().wait,
+            parent=names[at - 1] if at else None,
+            children=tuple(names[at + 1 : at + 2]),
         )
         return SimpleNamespace(
             rounds=rounds,

@@ -142,7 +142,7 @@ class Agent:
         asyncio.get_running_loop().call_later(0.001, arrive)
         return True
 
-    async def reach(self, host: str, timeout_s: float) -> bool:
+    async def ensure_link(self, host: str, timeout_s: float) -> bool:
         await asyncio.sleep(0.001 if self.net.alive(self.node, host) else timeout_s)
         if self.net.alive(self.node, host):
             self.last_heard[host] = clock.monotonic()

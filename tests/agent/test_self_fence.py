@@ -46,11 +46,11 @@ class World:
         self.limit_s, self.hosts, self.mode = LIMIT_S, ("n1", "n2", "n3"), "act"
         self.logged: list[str] = []
         # n3 is no partner of this node, which never hears whether that one is dead.
-        self.mesh = SimpleNamespace(links={"n2": None}, dead={"n2"}, anybody=self.anybody)
+        self.mesh = SimpleNamespace(links={"n2": None}, dead={"n2"}, can_reach_anybody=self.can_reach_anybody)
         self.controller = SimpleNamespace(configured=True, connected=False, refused_at=0.0, may_act=False)
         self.detached, self.attached = False, True
 
-    async def anybody(self, limit_s: float) -> bool:
+    async def can_reach_anybody(self, limit_s: float) -> bool:
         self.searched += 1
         return self.found
 
@@ -157,10 +157,10 @@ def test_every_peer_is_looked_for(alive: str | None, monkeypatch: pytest.MonkeyP
         mesh = Mesh(AgentIdentity(Settings(), 1, 0, "n1", ""), 0, hosts, QuietListener(), lambda text: None)
         mesh.dead.update({"n3", "n4"})
         try:
-            return await mesh.anybody(10.0)
+            return await mesh.can_reach_anybody(10.0)
         finally:
             mesh.close()
 
-    monkeypatch.setattr(Mesh, "_reach", reach)
+    monkeypatch.setattr(Mesh, "_can_reach", reach)
     assert asyncio.run(run()) is (alive is not None)
     assert asked.isdisjoint({"n1", "n3", "n4"}) and (alive is not None or len(asked) == 197)

@@ -139,11 +139,11 @@ class Heir(Host):
         super().__init__(name)
         self.found, self.manifests, self.asked = found, stored, 0
 
-    async def left(self) -> PredecessorState:
+    async def gather_predecessor_state(self) -> PredecessorState:
         self.asked += 1
         return self.found
 
-    async def stored(
+    async def find_stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
     ) -> tuple[VersionManifest, ...]:
         assert before, "a job that has just begun has nothing of its own there"
@@ -185,7 +185,7 @@ def test_versions_that_cannot_be_read_are_passed_over() -> None:
     )
     plan = first_round(host)
     assert plan.trainings[0].chosen == Stamp(0, 7) and plan.trainings[0].stored
-    assert round_plan.unwanted("default", NEW, (), host.older.unreadable)
+    assert round_plan.is_unwanted("default", NEW, (), host.older.unreadable)
 
 
 def test_what_is_its_own_goes_first() -> None:

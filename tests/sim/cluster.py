@@ -187,7 +187,7 @@ class Node:
             if self.rounds.stage == "live":
                 self.cluster.opened(self)
             return
-        self.member.attach(self.attach)
+        self.member.store_attach(self.attach)
         if self.rounds.parent is None:
             self.rounds.begin_round("")
 
@@ -207,7 +207,7 @@ class SimulatedMember(RecoveryMember):
     def domains(self) -> dict[str, str]:
         return self.node.cluster.domains
 
-    async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
+    async def gather_outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         return ()
 
     def apply(self, plan: peer.PlanDown) -> None:
@@ -217,8 +217,8 @@ class SimulatedMember(RecoveryMember):
         super().apply(plan)
         self.node.cluster.took(self.node, plan)
 
-    def live(self, plan: peer.PlanDown) -> None:
-        super().live(plan)
+    def admit_ranks(self, plan: peer.PlanDown) -> None:
+        super().admit_ranks(plan)
         self.node.cluster.opened(self.node, plan)
 
     def _write_map(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
@@ -479,7 +479,7 @@ class Cluster:
         node.rounds.tick(self.now)
         rounds = node.rounds
         if self.launch and rounds.stage == "live" and rounds.step != self.launch:
-            rounds.need(rounds.round, self.launch, again=False)
+            rounds.request_round(rounds.round, self.launch, again=False)
 
     def _save(self) -> None:
         """Training goes on where all are live: each holder has a new version."""

@@ -163,15 +163,15 @@ def state_is_not_written() -> None:
 @control
 def go_without_acknowledgements() -> None:
     """R4: agents are live before all have taken the plan."""
-    acknowledged = RecoveryRounds._acknowledged
+    acknowledged = RecoveryRounds._finish_planning
 
     def at_once(self: Any) -> None:
         if self.parent is None and self.stage == "planned":
-            self._go()
+            self._begin_live()
         else:
             acknowledged(self)
 
-    patch(RecoveryRounds, "_acknowledged", at_once)
+    patch(RecoveryRounds, "_finish_planning", at_once)
 
 
 @control
@@ -324,10 +324,10 @@ def nobody_answers_a_farewell() -> None:
         self.send(message)
         self.close()
 
-    async def parted(self: Mesh) -> None: ...
+    async def wait(self: Mesh) -> None: ...
 
     patch(Link, "finish", at_once)
-    patch(Mesh, "parted", parted)
+    patch(Mesh, "wait_until_informed", wait)
 
 
 @live

@@ -218,7 +218,7 @@ class Truth:
             state = None
         promised = False
         if state is not None and isinstance(message, peer.Collect):
-            promised = member._current().rounds.parent is not None or state.begun >= message.round
+            promised = member._require_incarnation().rounds.parent is not None or state.begun >= message.round
         elif state is not None and state.plan is not None:
             promised = state.plan.round == message.round and (state.live or not isinstance(message, peer.Go))
         incarnation = member._membership.incarnation
@@ -388,12 +388,12 @@ def _rounds(truth: Truth) -> None:
         truth.point("noted", _host())
         return there
 
-    _around(RecoveryRounds, "_stage", stage)
+    _around(RecoveryRounds, "_enter_stage", stage)
     _around(RecoveryRounds, "resume", resume)
-    _around(RecoveryRounds, "_go", go)
+    _around(RecoveryRounds, "_begin_live", go)
     _around(RecoveryRounds, "_decide", decide)
     _around(RecoveryMember, "apply", apply)
-    _around(RecoveryMember, "live", live)
+    _around(RecoveryMember, "admit_ranks", live)
     _around(RecoveryMember, "freeze", freeze)
     _around(RecoveryMember, "send", send)
     _around(restart_state.StateFile, "write", write)

@@ -112,19 +112,19 @@ class AsksOnce(CountedRounds):
 class TakesAnyPlan(CountedRounds):
     """Also one that counts on the predecessor's copies."""
 
-    def _from_parent(self, message: peer.Collect | peer.PlanDown | peer.Go) -> None:
+    def _on_parent_message(self, message: peer.Collect | peer.PlanDown | peer.Go) -> None:
         if isinstance(message, peer.PlanDown) and message.round == self.round and self.stage == "collect":
             self._adopt_plan(message)
         else:
-            super()._from_parent(message)
+            super()._on_parent_message(message)
 
 
 class WritesNoPlan(SimulatedMember):
     """It is acknowledged all the same."""
 
-    def _took(self, plan: peer.PlanDown, *, live: bool) -> None:
+    def _store_plan(self, plan: peer.PlanDown, *, live: bool) -> None:
         if live:
-            super()._took(plan, live=live)
+            super()._store_plan(plan, live=live)
 
 
 _BROKEN = [
@@ -198,7 +198,7 @@ def test_a_plan_that_an_agent_of_an_earlier_version_never_acknowledges_is_given_
 
 
 class ForgetsRejections(SimulatedMember):
-    def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
+    def learn_rejections(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         return tuple(found) if self.node.cluster.rng.random() < 0.5 else ()
 
 

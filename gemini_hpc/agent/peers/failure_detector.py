@@ -42,7 +42,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Doubt:
-    """A request to try, for `direct_s` seconds, to reach a host that counts as dead; then call `found`."""
+    """A request to try, for `direct_s` seconds, to reach a host that counts as dead; then call `record_reached`."""
 
     host: str
     direct_s: float
@@ -107,7 +107,7 @@ class FailureDetector:
         self.watching = True
         self._ended_at: float | None = None  # when the job's script ended
 
-    def job_ended(self, now: float) -> None:
+    def record_job_end(self, now: float) -> None:
         """Record that the job has ended here.
 
         A host heard since then was not lost before, and without an earlier loss no loss matters any more. After an
@@ -115,7 +115,7 @@ class FailureDetector:
         """
         self._ended_at = now
 
-    def silent(self, links: Collection[str]) -> set[str]:
+    def list_silent(self, links: Collection[str]) -> set[str]:
         """Return the partners that are suspected, or whose link is lost."""
         lost = {host for host in self.partners if host not in links and host in self.last_heard}
         return self.suspects | (lost - self.left)
@@ -124,13 +124,13 @@ class FailureDetector:
         """Record a message from this peer at this time."""
         self.last_heard[host] = at
         self.left.discard(host)
-        return self._alive(host, at)
+        return self._record_alive(host, at)
 
-    def leaves(self, host: str) -> list[Effect]:
+    def record_leave(self, host: str) -> list[Effect]:
         """Record that this peer has announced its end, after a training that succeeded."""
         self.left.add(host)
         self.suspects.discard(host)
-        return self._alive(host, self._ticked_at)
+        return self._record_alive(host, self._ticked_at)
 
     def tick(self, now: float, links: Collection[str], late_s: float = 0.0) -> list[Effect]:
         """Return probes for the partners to suspect now. Called once a heartbeat.
@@ -155,9 +155,9 @@ class FailureDetector:
             late = [host for host in late if last[host] <= self._ended_at]
         fresh = [host for host in late if host not in self.dead and host not in self.suspects]
         self.suspects.update(fresh)
-        return [self._probe(host, links) for host in fresh]
+        return [self._build_probe(host, links) for host in fresh]
 
-    def _probe(self, host: str, links: Collection[str]) -> Probe:
+    def _build_probe(self, host: str, links: Collection[str]) -> Probe:
         able = [other for other in links if other != host and other not in self.suspects]
         return Probe(host, tuple(able[:MAX_WITNESSES]), self._silence_s / 2, self._silence_s)
 
@@ -173,16 +173,16 @@ class FailureDetector:
         self.suspects.discard(probe.host)
         if mine or any(theirs) or probe.host in self.left:
             self.last_heard[probe.host] = now
-            return self._alive(probe.host, now)
+            return self._record_alive(probe.host, now)
         if not self.watching:
             return []
         agree = tuple(other for other, reached in zip(probe.witnesses, theirs, strict=True) if reached is False)
         return self._bury(probe.host, (self._me, *agree))
 
-    def found(self, host: str, now: float) -> list[Effect]:
+    def record_reached(self, host: str, now: float) -> list[Effect]:
         """Record that a host that counts as dead could be reached."""
         self.last_heard[host] = now
-        return self._alive(host, now)
+        return self._record_alive(host, now)
 
     def give_up(self, probe: Probe) -> None:
         """End a probe that had no result."""
@@ -193,7 +193,7 @@ class FailureDetector:
         if host not in self._hosts:
             return []
         if alive:
-            return self._alive(host, now)
+            return self._record_alive(host, now)
         heard = self.last_heard.get(host)
         fresh = heard is not None and now - heard <= self._silence_s / 2
         if fresh or host in self.dead | self.left or self._was_cut_off(sender, now):
@@ -215,7 +215,7 @@ class FailureDetector:
         news: list[Effect] = [] if known else [Liveness(host, False)]
         return [*news, Dead(host, witnesses, known)]
 
-    def _alive(self, host: str, now: float) -> list[Effect]:
+    def _record_alive(self, host: str, now: float) -> list[Effect]:
         if host not in self.dead:
             return []
         self.dead.discard(host)

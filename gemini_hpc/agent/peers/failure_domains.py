@@ -53,7 +53,7 @@ class FailureDomains:
             self._warn(f"failure domains are not known: {problem}")
 
 
-def path_of(setting: str) -> str:
+def find_path(setting: str) -> str:
     """Return the file that the setting names, or "" if Slurm has none."""
     return setting or next(filter(os.path.exists, SLURMS), "")
 
@@ -67,7 +67,7 @@ def read(setting: str) -> dict[str, str]:
         TopologyError: The file's content is invalid.
         OSError: The file cannot be read.
     """
-    path = path_of(setting)
+    path = find_path(setting)
     if not path:
         return {}
     with open(path, encoding="utf-8", errors="replace") as file:

@@ -65,14 +65,14 @@ class Incarnation:
         """Return the silence in seconds after which a node is missing."""
         return max(_SILENT_S, 3 * self.mesh.silence_s)
 
-    def incomplete(self, now: float) -> bool:
+    def is_incomplete(self, now: float) -> bool:
         """Return whether a node has died, or a neighbour in the tree is silent."""
         mesh, rounds, silent_s = self.mesh, self.rounds, self.silent_s
         kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
         silent = [host for host in kin if now - mesh.last_heard.get(host, 0.0) > silent_s]
         return bool(mesh.dead) or bool(set(silent) - mesh.left)
 
-    async def absent(self, limit_s: float) -> tuple[str, ...]:
+    async def find_absent(self, limit_s: float) -> tuple[str, ...]:
         """Return the hosts that the round waits for and whose agents cannot be reached.
 
         The coordinator waits for hosts of the whole tree, another agent for its parent.
@@ -80,7 +80,7 @@ class Incarnation:
         Args:
             limit_s: Longest search in seconds.
         """
-        return await self.mesh.unreached(self.rounds.awaited, limit_s)
+        return await self.mesh.find_unreached(self.rounds.awaited, limit_s)
 
     def close(self) -> None:
         """End all links and answers: the next incarnation begins."""

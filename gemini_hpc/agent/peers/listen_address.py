@@ -9,7 +9,7 @@ import struct
 _SIOCGIFADDR = 0x8915
 
 
-def interface_address(interface: str) -> tuple[str, str]:
+def find_interface_address(interface: str) -> tuple[str, str]:
     """Return the (IPv4 address, name) of a network interface.
 
     Return ("", "") without an interface, or if it has no address.

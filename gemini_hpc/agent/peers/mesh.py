@@ -104,12 +104,12 @@ class Mesh:
             if self.position[name] < self.position[self.host]:
                 self._spawn(self._keep_connected(name))
 
-    def ring(self, reach: int = 2) -> set[str]:
+    def list_ring_neighbours(self, reach: int = 2) -> set[str]:
         """Return the neighbours on the ring of positions."""
         n, p = len(self.hosts), self.position[self.host]
         return {self.hosts[(p + d) % n] for d in range(-reach, reach + 1)} - {self.host}
 
-    def client(self, target: str, purpose: str) -> HandshakeClient:
+    def build_client(self, target: str, purpose: str) -> HandshakeClient:
         """Return the calling side of a handshake with a peer of this job."""
         return HandshakeClient(
             purpose=purpose,
@@ -141,7 +141,7 @@ class Mesh:
         ports = ports[: len(ports) if known is None else 4]
         address = self._settings.address_of(name)
         try:
-            link, port = await connect_any(address, ports, lambda: self.client(name, purpose), timeout_s)
+            link, port = await connect_any(address, ports, lambda: self.build_client(name, purpose), timeout_s)
         except OtherView as exc:
             self._listener.on_nodes_lost(exc.lost)
             raise
@@ -169,14 +169,14 @@ class Mesh:
             if self._parting:
                 link.finish(peer.AgentLeft())
             else:
-                self._do(self.detector.record_message(name, clock.monotonic()))
+                self._carry_out(self.detector.record_message(name, clock.monotonic()))
                 self._listener.on_link(name)
             while True:
                 message = await link.receive()
                 if self._parting:
                     continue
                 said = type(message).__name__
-                self._do(self.detector.record_message(name, link.last_heard))
+                self._carry_out(self.detector.record_message(name, link.last_heard))
                 self._dispatch(name, message)
         except LinkClosed as exc:
             if name not in self.detector.left:
@@ -215,17 +215,17 @@ class Mesh:
         elif isinstance(message, peer.Liveness):
             if message.restart == self.restart:
                 told = self.detector.on_report(name, message.host, alive=message.alive, now=clock.monotonic())
-                self._do(told)
+                self._carry_out(told)
         elif isinstance(message, peer.AgentLeft):
-            self._do(self.detector.leaves(name))
+            self._carry_out(self.detector.record_leave(name))
         else:
             self._listener.on_message(name, message)
 
-    def silent(self) -> set[str]:
+    def list_silent(self) -> set[str]:
         """Return the partners that are suspected now: silent, or without a link."""
-        return self.detector.silent(self.links)
+        return self.detector.list_silent(self.links)
 
-    def unlinked(self) -> set[str]:
+    def list_unlinked(self) -> set[str]:
         """Return the partners without a link."""
         return self.detector.partners - set(self.links)
 
@@ -258,14 +258,14 @@ class Mesh:
             for link in list(self.links.values()):
                 link.send(peer.Ping())
             now = clock.monotonic()
-            self._do(self.detector.tick(now, self.links, late_s=now - due))
+            self._carry_out(self.detector.tick(now, self.links, late_s=now - due))
 
-    def _do(self, effects: Iterable[Effect]) -> None:
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Probe):
                 self._spawn(self._probe(effect))
             elif isinstance(effect, Doubt):
-                self._spawn(self._doubt(effect))
+                self._spawn(self._probe_again(effect))
             elif isinstance(effect, Liveness):
                 for other in self.links:
                     self.send(other, peer.Liveness(effect.host, effect.alive, self.restart))
@@ -275,18 +275,18 @@ class Mesh:
     async def _probe(self, probe: Probe) -> None:
         try:
             mine, *theirs = await asyncio.gather(
-                self._reach(probe.host, probe.direct_s),
+                self._can_reach(probe.host, probe.direct_s),
                 *(self._ask(other, probe.host, probe.indirect_s) for other in probe.witnesses),
             )
-            self._do(self.detector.judge(probe, mine is True, theirs, clock.monotonic()))
+            self._carry_out(self.detector.judge(probe, mine is True, theirs, clock.monotonic()))
         finally:
             self.detector.give_up(probe)
 
-    async def _doubt(self, doubt: Doubt) -> None:
-        if await self._reach(doubt.host, doubt.direct_s):
-            self._do(self.detector.found(doubt.host, clock.monotonic()))
+    async def _probe_again(self, doubt: Doubt) -> None:
+        if await self._can_reach(doubt.host, doubt.direct_s):
+            self._carry_out(self.detector.record_reached(doubt.host, clock.monotonic()))
 
-    async def reach(self, name: str, timeout_s: float) -> bool:
+    async def ensure_link(self, name: str, timeout_s: float) -> bool:
         """Return whether a link to this host exists, after dialling it if none is alive."""
         link = self.links.get(name)
         if link is not None and not link.closed and clock.monotonic() - link.last_heard <= self.silence_s:
@@ -299,7 +299,7 @@ class Mesh:
         await asyncio.sleep(0)  # lets the new link become registered
         return True
 
-    async def _reach(self, name: str, timeout_s: float) -> bool:
+    async def _can_reach(self, name: str, timeout_s: float) -> bool:
         if name in self.detector.left:
             return True
         link = self.links.get(name)
@@ -314,7 +314,7 @@ class Mesh:
         probe.abort()
         return True
 
-    async def anybody(self, limit_s: float) -> bool:
+    async def can_reach_anybody(self, limit_s: float) -> bool:
         """Return whether any peer can be reached, among all hosts not declared dead.
 
         The hosts include those that are not our partners.
@@ -324,7 +324,7 @@ class Mesh:
 
         async def search() -> None:
             for name in names:
-                if found.is_set() or await self._reach(name, timeout_s):
+                if found.is_set() or await self._can_reach(name, timeout_s):
                     found.set()
                     return
 
@@ -334,10 +334,10 @@ class Mesh:
                 await searches
         return found.is_set()
 
-    async def unreached(self, names: Sequence[str], timeout_s: float) -> tuple[str, ...]:
+    async def find_unreached(self, names: Sequence[str], timeout_s: float) -> tuple[str, ...]:
         """Return those of the hosts whose agents cannot be reached, among the first 64."""
         names = names[:_PARALLEL_SEARCHES]
-        answers = await asyncio.gather(*(self._reach(name, timeout_s) for name in names))
+        answers = await asyncio.gather(*(self._can_reach(name, timeout_s) for name in names))
         return tuple(name for name, answer in zip(names, answers, strict=True) if not answer)
 
     async def _ask(self, other: str, name: str, timeout_s: float) -> bool | None:
@@ -355,7 +355,7 @@ class Mesh:
 
     async def _answer_probe(self, asker: str, name: str) -> None:
         if name in self.position:
-            alive = await self._reach(name, self.silence_s / 2)
+            alive = await self._can_reach(name, self.silence_s / 2)
             self.send(asker, peer.ProbeAnswer(name, alive))
 
     def leave(self) -> None:
@@ -376,7 +376,7 @@ class Mesh:
         if not self._untold:
             self._all_told.set()
 
-    async def parted(self) -> None:
+    async def wait_until_informed(self) -> None:
         """Wait briefly until each connected peer knows that this agent leaves."""
         if self._parting:
             with suppress(TimeoutError):

@@ -12,9 +12,9 @@ same allocation. Every message names its round. A parent reports the state of th
 comes back.
 
 An agent may die at any point, and any message may be lost with a link or an agent. Hence four rules hold. The promise
-of a message is on disk before it is sent (`Host.begun`, `apply`, `live`, `bound`). A missing answer is requested
-again (`tick`). Every message may arrive twice. Two agents whose rounds do not fit report so until the coordinator
-begins a new round. The module reads no clock.
+of a message is on disk before it is sent (`Host.store_round_begin`, `apply`, `admit_ranks`, `store_launch`). A
+missing answer is requested again (`tick`). Every message may arrive twice. Two agents whose rounds do not fit report
+so until the coordinator begins a new round. The module reads no clock.
 """
 
 from __future__ import annotations
@@ -80,21 +80,21 @@ class Host(Protocol):
     def freeze(self, step: str) -> None:
         """Stop sealing, drop the trainers of other launches, void half-filled slots."""
 
-    async def inventory(self) -> peer.InventoryRecord:
+    async def build_inventory(self) -> peer.InventoryRecord:
         """Verify the copies on this node and return their inventory."""
 
     @property
     def domains(self) -> Mapping[str, str]:
         """Return the known failure domains by host. The domains are read before the coordinator's inventory."""
 
-    async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
+    async def gather_outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         """Return the inventories of agents on nodes that the job has left."""
 
     @property
     def after(self) -> int:
         """Return the predecessor: the job that this one continues if it has no state of its own. 0 means none."""
 
-    async def left(self) -> round_plan.PredecessorState:
+    async def gather_predecessor_state(self) -> round_plan.PredecessorState:
         """Return the copies of the predecessor's agents, as far as they can be reached."""
 
     @property
@@ -108,7 +108,7 @@ class Host(Protocol):
     def choose(self, tier: Tier) -> bool:
         """Take the tier that a program has chosen. Return whether this changes anything."""
 
-    async def stored(
+    async def find_stored(
         self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
     ) -> tuple[VersionManifest, ...]:
         """Return the newest version of each training on the tier.
@@ -122,22 +122,22 @@ class Host(Protocol):
             TierFailed: The tier cannot be seen in time.
         """
 
-    def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
+    def learn_rejections(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         """Add rejected versions to those known, and return all of them."""
 
-    def closed(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
+    def learn_closings(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
         """Add closed trainings to those known, and return all of them."""
 
-    def begun(self, number: int, step: str) -> None:
+    def store_round_begin(self, number: int, step: str) -> None:
         """Store on disk that the coordinator has used this round number."""
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, and store this on disk."""
 
-    def live(self, plan: peer.PlanDown) -> None:
+    def admit_ranks(self, plan: peer.PlanDown) -> None:
         """Let trainers come: all agents have acknowledged. Store this on disk and write the map."""
 
-    def bound(self, plan: peer.PlanDown) -> None:
+    def store_launch(self, plan: peer.PlanDown) -> None:
         """Store on disk that the live round serves this launch of the training."""
 
     def log(self, name: str, *, version: int = 0, detail: str = "") -> None:
@@ -183,13 +183,13 @@ class RecoveryRounds:
     async def wait_live(self, step: str | None) -> None:
         """Wait until a round (for this launch, unless None) is over."""
         while not (self.stage == "live" and (step is None or self.step == step)):
-            await self.changed()
+            await self.wait_for_change()
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait for the next change of stage."""
         await self._changed.wait()
 
-    def _stage(self, stage: str) -> None:
+    def _enter_stage(self, stage: str) -> None:
         self.stage = stage
         self.trouble = "" if stage == "live" else self.trouble
         self._changed.set()
@@ -209,14 +209,14 @@ class RecoveryRounds:
         """
         if plan is not None:
             self.round, self.step, self.plan = plan.round, plan.step, plan
-            self._stage("live" if live else "planned")
+            self._enter_stage("live" if live else "planned")
         if self.parent is None and begun > self.round:
             self.round = begun
             self.begin_round(step)
         elif self.parent is None and plan is None:
             self.begin_round(step)
         elif self.stage == "planned":
-            self._acknowledged()
+            self._finish_planning()
 
     # ---- waiting ---------------------------------------------------------------------------------------
 
@@ -237,17 +237,17 @@ class RecoveryRounds:
         if now >= self._again_at:
             self._pause_s = min(2 * self._pause_s, SAY_AGAIN_MOST_S)
             self._again_at = now + self._pause_s
-            heard = self._say_again()
+            heard = self._resend_requests()
             if heard and self.parent is None and self.stage == "planned" and now - self._since >= self._anew_s:
-                self._host.log("round_lost", detail=f"{self._waits()}: starting another round")
+                self._host.log("round_lost", detail=f"{self._describe_wait()}: starting another round")
                 self._anew_s = min(2 * self._anew_s, ANEW_MOST_S)
                 self.begin_round(self.step)
         if now - self._since >= TELL_S:
-            said, self.trouble = self.trouble, self._waits()
+            said, self.trouble = self.trouble, self._describe_wait()
             if self.trouble != said:
                 self._host.log("unprotected", detail=self.trouble)
 
-    def _missing(self) -> tuple[str, ...]:
+    def _list_missing(self) -> tuple[str, ...]:
         """Return the children that have not answered."""
         heard = {"collect": set(self._records), "planned": self._acks}.get(self.stage, set(self.children))
         return tuple(child for child in self.children if child not in heard)
@@ -261,14 +261,14 @@ class RecoveryRounds:
         """
         if self.parent is not None:
             return (self.parent,)
-        found = [self.hosts.index(child) for child in self._missing()]
+        found = [self.hosts.index(child) for child in self._list_missing()]
         for position in found:
             found.extend(children(position, len(self.hosts), self._fanout))
         return tuple(self.hosts[position] for position in found)
 
-    def _waits(self) -> str:
-        missing = ", ".join(self._missing())[:300]
-        if missing and len(self.awaited) > len(self._missing()):
+    def _describe_wait(self) -> str:
+        missing = ", ".join(self._list_missing())[:300]
+        if missing and len(self.awaited) > len(self._list_missing()):
             missing += " or of a node below"
         if self._misfit is not None:
             what = f"{self.parent} to report that round {self._misfit} does not fit"
@@ -284,7 +284,7 @@ class RecoveryRounds:
             what = f"the {'plan' if self.stage == 'collect' else 'go'} of {self.parent}"
         return f"recovery round {self.round} waits for {what}"
 
-    def _say_again(self) -> bool:
+    def _resend_requests(self) -> bool:
         """Resend requests that may have been lost. Return whether every silent child could be sent to."""
         heard = True
         if self.stage == "collect":
@@ -307,9 +307,9 @@ class RecoveryRounds:
         elif self.stage == "idle":
             self._host.send(self.parent, peer.RoundLost(0, 0))
         elif self.stage == "collect":
-            self._gathered()
+            self._finish_collecting()
         elif self.stage == "planned":
-            self._acknowledged()
+            self._finish_planning()
 
     def _send_state(self, child: str) -> None:
         """Send a child the state of the round."""
@@ -326,7 +326,7 @@ class RecoveryRounds:
         """Start the next round. Coordinator only."""
         self._enter(self.round + 1, step)
 
-    def need(self, after_round: int, step: str, again: bool, tier: Tier = _NO_TIER) -> None:
+    def request_round(self, after_round: int, step: str, again: bool, tier: Tier = _NO_TIER) -> None:
         """Request a round after `after_round` for a launch, or `after_round` itself if it serves no launch yet."""
         if self.parent is not None:
             self._host.send(self.parent, peer.NeedRound(after_round, step, again, tier))
@@ -345,8 +345,8 @@ class RecoveryRounds:
         """
         assert self.plan is not None
         self.step, self.plan = step, msgspec.structs.replace(self.plan, step=step)
-        self._host.bound(self.plan)
-        self._stage("live")
+        self._host.store_launch(self.plan)
+        self._enter_stage("live")
         for child in self.children:
             self._host.send(child, peer.Go(self.round, step))
 
@@ -356,18 +356,18 @@ class RecoveryRounds:
         self._acks.clear()
         self._searching, self._misfit = False, None
         self._host.freeze(step)
-        self._stage("collect")
+        self._enter_stage("collect")
         if self.parent is None:
-            self._host.begun(number, step)
+            self._host.store_round_begin(number, step)
         for child in self.children:
             self._host.send(child, peer.Collect(number, step))
         self._spawn(self._collect_own(number))
 
     async def _collect_own(self, number: int) -> None:
-        record = await self._host.inventory()
+        record = await self._host.build_inventory()
         if number == self.round and self.stage == "collect":
             self._records[self._name] = (record,)
-            self._gathered()
+            self._finish_collecting()
 
     # ---- messages --------------------------------------------------------------------------------------
 
@@ -382,24 +382,24 @@ class RecoveryRounds:
         """Handle a message of the rounds. Return whether the message was one."""
         if isinstance(message, (peer.Collect, peer.PlanDown, peer.Go)):
             if name == self.parent and self.stage != "closed":
-                self._from_parent(message)
+                self._on_parent_message(message)
         elif isinstance(message, (peer.InventoryUp, peer.PlanAck, peer.RoundLost, peer.NeedRound)):
             if name in self.children and self.stage != "closed":
-                self._from_child(name, message)
+                self._on_child_message(name, message)
         else:
             return False
         return True
 
-    def _from_parent(self, message: peer.Collect | peer.PlanDown | peer.Go) -> None:
+    def _on_parent_message(self, message: peer.Collect | peer.PlanDown | peer.Go) -> None:
         same = message.round == self.round
         if isinstance(message, peer.Collect):
             if message.round > self.round:
                 self._enter(message.round, message.step)
             elif same and self.stage == "collect":
                 self._misfit = None
-                self._gathered()
+                self._finish_collecting()
             else:
-                self._lost(message.round)
+                self._report_misfit(message.round)
         elif isinstance(message, peer.PlanDown):
             if same and self.stage == "collect" and message.counted.get(self._name, me := self._host.instance) == me:
                 self._misfit = None
@@ -409,24 +409,24 @@ class RecoveryRounds:
                 if self.stage == "live":  # the ack died with the predecessor of parent or child
                     self._acknowledge()
                 else:
-                    self._acknowledged()
+                    self._finish_planning()
             else:
-                self._lost(message.round)
+                self._report_misfit(message.round)
         elif same and self._misfit is None:
             if self.stage == "planned":
-                self._go()
+                self._begin_live()
             if self.stage == "live" and message.step and not self.step:
                 self._bind(message.step)
             elif self.stage == "live" and message.step and message.step != self.step:
-                self._lost(message.round)
+                self._report_misfit(message.round)
 
-    def _from_child(
+    def _on_child_message(
         self, name: str, message: peer.InventoryUp | peer.PlanAck | peer.RoundLost | peer.NeedRound
     ) -> None:
         if isinstance(message, peer.NeedRound):
             if self.stage == "live" and (message.after_round, message.step) == (self.round, self.step):
                 self._host.send(name, peer.Go(self.round, self.step))
-            self.need(message.after_round, message.step, message.again, message.tier)
+            self.request_round(message.after_round, message.step, message.again, message.tier)
         elif isinstance(message, peer.RoundLost):
             if message.at == self.round:
                 self._restart(message.at, message.mine)
@@ -437,15 +437,15 @@ class RecoveryRounds:
         elif isinstance(message, peer.InventoryUp):
             if self.stage == "collect":
                 self._records[name] = message.records
-                self._gathered()
+                self._finish_collecting()
         elif self.plan is not None and message.map_hash == self.plan.map_hash:
             self._acks.add(name)
             if self.stage == "live":
                 self._host.send(name, peer.Go(self.round, self.step))
             else:
-                self._acknowledged()
+                self._finish_planning()
 
-    def _lost(self, at: int) -> None:
+    def _report_misfit(self, at: int) -> None:
         """Report that the parent's round does not fit. The report is repeated until a round fits."""
         self._misfit = at
         self._answer()
@@ -465,7 +465,7 @@ class RecoveryRounds:
         """End all answers of this incarnation: a newer one has begun."""
         self.round, self.stage = -1, "closed"
 
-    def _gathered(self) -> None:
+    def _finish_collecting(self) -> None:
         if self._records.keys() != {self._name, *self.children}:
             return
         records = tuple(r for part in self._records.values() for r in part)
@@ -489,7 +489,7 @@ class RecoveryRounds:
         sure = False
         if self._host.restart > 0 and self.round == 1 and not any(s.chosen for s in plan.trainings):
             former = {host for r in records for host in r.noderanks or {}}
-            more = await self._host.outside(tuple(sorted(former)))
+            more = await self._host.gather_outside(tuple(sorted(former)))
             if any(r.copies for r in more):
                 self._host.log("found_outside", detail=f"copies on {', '.join(r.host for r in more)[:300]}")
             records = (*records, *more)
@@ -503,8 +503,8 @@ class RecoveryRounds:
         if self._host.tier and not seen:
             without = {bad for record in records for bad in record.unreadable}
             try:
-                stored = await self._host.stored(without, launched=bool(plan.step))
-                plan, seen = round_plan.from_tier(plan, stored), True
+                stored = await self._host.find_stored(without, launched=bool(plan.step))
+                plan, seen = round_plan.add_stored_versions(plan, stored), True
                 plan = msgspec.structs.replace(plan, looked=True)
             except TierFailed as error:  # a round that goes on without the tier starts from nothing
                 plan = msgspec.structs.replace(plan, unseen=str(error))
@@ -520,16 +520,16 @@ class RecoveryRounds:
     async def _inherit(self, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> peer.PlanDown:
         """Return the plan extended by the state that the job's predecessor has left. Coordinator only."""
         host, unseen = self._host, ""
-        left = await host.left()
+        left = await host.gather_predecessor_state()
         without: list[tuple[str, Stamp]] = []
         unreadable = {bad for record in records for bad in record.unreadable}
         for _ in range(_BAD_ONES if host.tier else 0):
             try:
-                stored = await host.stored(without, launched=bool(plan.step), before=True)
+                stored = await host.find_stored(without, launched=bool(plan.step), before=True)
             except TierFailed as error:
                 unseen = str(error)
                 break
-            bad = [m for m in stored if round_plan.unwanted(m.training, m.stamp, plan.rejected, unreadable)]
+            bad = [m for m in stored if round_plan.is_unwanted(m.training, m.stamp, plan.rejected, unreadable)]
             left = replace(left, stored=tuple(m for m in stored if m not in bad))
             if not bad:
                 break
@@ -555,16 +555,16 @@ class RecoveryRounds:
     def _adopt_plan(self, plan: peer.PlanDown) -> None:
         self.plan, self.step = plan, plan.step
         self._host.apply(plan)
-        self._stage("planned")
+        self._enter_stage("planned")
         for child in self.children:
             self._host.send(child, plan)
-        self._acknowledged()
+        self._finish_planning()
 
-    def _acknowledged(self) -> None:
+    def _finish_planning(self) -> None:
         if self.stage != "planned" or not self._acks.issuperset(self.children):
             return
         if self.parent is None:
-            self._go()
+            self._begin_live()
         else:
             self._acknowledge()
 
@@ -572,10 +572,10 @@ class RecoveryRounds:
         assert self.parent is not None and self.plan is not None
         self._host.send(self.parent, peer.PlanAck(self.round, self.plan.map_hash))
 
-    def _go(self) -> None:
+    def _begin_live(self) -> None:
         assert self.plan is not None
-        self._host.live(self.plan)
-        self._stage("live")
+        self._host.admit_ranks(self.plan)
+        self._enter_stage("live")
         for child in self.children:
             self._host.send(child, peer.Go(self.round, self.step))
 
@@ -583,9 +583,9 @@ class RecoveryRounds:
 
     def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
         """Return the plan, and whether every training in it resumes from its last seal."""
-        rejected = self._host.rejected([found for r in records for found in r.rejected])
+        rejected = self._host.learn_rejections([found for r in records for found in r.rejected])
         plan = recovery_plan.plan(
-            {r.host: round_plan.inventory(r, rejected) for r in records},
+            {r.host: round_plan.build_inventory(r, rejected) for r in records},
             self.hosts,
             self._host.replicas,
             min_epoch=recovery_plan.first_epoch(self._host.restart),
@@ -595,7 +595,7 @@ class RecoveryRounds:
         )
         for warning in plan.warnings:
             self._host.log("warning", detail=warning)
-        found, pulls = round_plan.planned(plan, records)
+        found, pulls = round_plan.build_trainings(plan, records)
         trainings = list(found)
         if not plan.trainings and not plan.survivable:
             reason = f"all copies are gone with {', '.join(plan.gone)}"
@@ -615,10 +615,10 @@ class RecoveryRounds:
             tier=self._host.chosen,
             counted={r.host: r.instance for r in records if r.host in self.hosts},
             rejected=rejected,
-            closed=self._host.closed(
+            closed=self._host.learn_closings(
                 [found for r in records for found in r.closed], [part for r in records for part in r.closing]
             ),
-            stop=round_plan.merged_stop((r for r in records if r.host in self.hosts), plan.noderanks),
+            stop=round_plan.merge_stops((r for r in records if r.host in self.hosts), plan.noderanks),
             order=plan.order.ranks,
             domains=domains.measure_separation(
                 self._host.domains, plan.noderanks, min(self._host.replicas, len(plan.noderanks)), plan.order

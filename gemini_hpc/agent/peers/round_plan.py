@@ -17,7 +17,7 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import Rejection
 
 
-def planned(
+def build_trainings(
     plan: recovery_plan.RecoveryPlan, records: Iterable[peer.InventoryRecord]
 ) -> tuple[tuple[peer.PlannedTraining, ...], tuple[peer.PullOrder, ...]]:
     """Return the version each training resumes from, and the copies to pull for it."""
@@ -25,7 +25,7 @@ def planned(
     trainings: list[peer.PlannedTraining] = []
     pulls: list[peer.PullOrder] = []
     for s in plan.trainings:
-        keepers = _keepers(records, s)
+        keepers = _find_keepers(records, s)
         makers = {m.copy.rank: m.dest_host for m in s.made if not m.copy.of}
         copies = tuple(
             (shard, tuple(sorted(keepers[shard.rank])) or tuple(filter(None, [makers.get(shard.rank)])))
@@ -40,7 +40,7 @@ def planned(
     return tuple(trainings), tuple(pulls)
 
 
-def from_tier(plan: peer.PlanDown, stored: Iterable[VersionManifest]) -> peer.PlanDown:
+def add_stored_versions(plan: peer.PlanDown, stored: Iterable[VersionManifest]) -> peer.PlanDown:
     """Return the plan with the tier's version of each training that is newer than memory's.
 
     The home of a shard reads it from the tier. The shard's other holders have a copy again when the next version is
@@ -69,24 +69,24 @@ def from_tier(plan: peer.PlanDown, stored: Iterable[VersionManifest]) -> peer.Pl
     return msgspec.structs.replace(plan, trainings=tuple(trainings.values()), pulls=tuple(pulls), epoch=epoch)
 
 
-def inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> recovery_plan.Inventory:
+def build_inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> recovery_plan.Inventory:
     """Return a record's inventory without rejected versions."""
 
-    def good(name: str, stamp: Stamp) -> bool:
+    def is_good(name: str, stamp: Stamp) -> bool:
         return not any(found.covers(name, stamp) for found in rejected)
 
     return recovery_plan.Inventory(
         host=record.host,
         noderanks=record.noderanks,
         map_restart=record.map_restart,
-        copies=tuple(c for c in record.copies if good(c.training, c.stamp)),
+        copies=tuple(c for c in record.copies if is_good(c.training, c.stamp)),
         max_epoch=record.max_epoch,
-        sealed=tuple((name, stamp) for name, stamp in record.sealed if good(name, stamp)),
+        sealed=tuple((name, stamp) for name, stamp in record.sealed if is_good(name, stamp)),
         order=record.order,
     )
 
 
-def merged_stop(records: Iterable[peer.InventoryRecord], noderanks: Mapping[str, int]) -> peer.Stop:
+def merge_stops(records: Iterable[peer.InventoryRecord], noderanks: Mapping[str, int]) -> peer.Stop:
     """Return what the agents of the job know together of its last stop.
 
     Args:
@@ -105,11 +105,11 @@ def merged_stop(records: Iterable[peer.InventoryRecord], noderanks: Mapping[str,
         min((stop.at for stop in stops if stop.at), default=0.0),
         tuple(sorted({host for stop in stops for host in stop.lost})),
         tuple(replaced),
-        _reached(stops),
+        _merge_reached(stops),
     )
 
 
-def _reached(stops: Iterable[peer.Stop]) -> dict[str, int]:
+def _merge_reached(stops: Iterable[peer.Stop]) -> dict[str, int]:
     """Return the newest step that ranks have completed, by training."""
     found: dict[str, int] = {}
     for stop in stops:
@@ -118,7 +118,7 @@ def _reached(stops: Iterable[peer.Stop]) -> dict[str, int]:
     return found
 
 
-def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.TrainingPlan) -> dict[int, set[str]]:
+def _find_keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.TrainingPlan) -> dict[int, set[str]]:
     """Return the hosts that hold the chosen copy with the trusted digest, by rank."""
     wanted = {shard.rank: shard.digest for shard in plan.shards}
     found: dict[int, set[str]] = {rank: set() for rank in wanted}
@@ -154,7 +154,9 @@ class PredecessorState:
     why: str = ""
 
 
-def unwanted(name: str, stamp: Stamp, rejected: Iterable[Rejection], unreadable: Iterable[tuple[str, Stamp]]) -> bool:
+def is_unwanted(
+    name: str, stamp: Stamp, rejected: Iterable[Rejection], unreadable: Iterable[tuple[str, Stamp]]
+) -> bool:
     """Return whether this job has found a version of its predecessor bad.
 
     Args:
@@ -201,9 +203,9 @@ def take_over(
     rejected = plan.rejected
     good = []
     for record in left.records:
-        found = inventory(record, record.rejected)
-        copies = tuple(c for c in found.copies if not unwanted(c.training, c.stamp, rejected, ()))
-        sealed = tuple((name, s) for name, s in found.sealed if not unwanted(name, s, rejected, ()))
+        found = build_inventory(record, record.rejected)
+        copies = tuple(c for c in found.copies if not is_unwanted(c.training, c.stamp, rejected, ()))
+        sealed = tuple((name, s) for name, s in found.sealed if not is_unwanted(name, s, rejected, ()))
         good.append(
             recovery_plan.Inventory(found.host, found.noderanks, found.map_restart, copies, 0, sealed, found.order)
         )
@@ -218,9 +220,9 @@ def take_over(
         order=PlacementOrder(plan.order) if noderanks else None,
         by_host=by_host,
     )
-    trainings, pulls = planned(made, left.records)
+    trainings, pulls = build_trainings(made, left.records)
     ranks = made.order.ranks
-    theirs = from_tier(
+    theirs = add_stored_versions(
         msgspec.structs.replace(plan, noderanks=made.noderanks, order=ranks, trainings=trainings, pulls=pulls),
         left.stored,
     )
@@ -231,8 +233,8 @@ def take_over(
     holders: dict[tuple[str, int], list[str]] = {}
     for order in theirs.pulls:
         holders.setdefault((order.copy.training, order.copy.rank), []).append(order.dest)
-    taken = {s.name: _ours(s, holders) for s in theirs.trainings if s.chosen is not None}
-    reached = {name: step for name, step in _reached(r.stop for r in left.records).items() if name in taken}
+    taken = {s.name: _adopt_training(s, holders) for s in theirs.trainings if s.chosen is not None}
+    reached = {name: step for name, step in _merge_reached(r.stop for r in left.records).items() if name in taken}
     return msgspec.structs.replace(
         plan,
         noderanks=made.noderanks,
@@ -241,16 +243,16 @@ def take_over(
         map_hash=node_ranks.map_hash(made.noderanks, job, restart, ranks),
         trainings=tuple((own | taken).values()),
         pulls=tuple(
-            msgspec.structs.replace(order, copy=_renamed(order.copy), sources=_also(order, holders))
+            msgspec.structs.replace(order, copy=_inherit_copy(order.copy), sources=_list_sources(order, holders))
             for order in theirs.pulls
         ),
         takeover=takeover,
         stop=msgspec.structs.replace(plan.stop, reached=reached | plan.stop.reached),
-        closed=sequence.merged((*plan.closed, *_closed(left.records))),
+        closed=sequence.merged((*plan.closed, *_list_closed(left.records))),
     )
 
 
-def _closed(records: Iterable[peer.InventoryRecord]) -> list[Closed]:
+def _list_closed(records: Iterable[peer.InventoryRecord]) -> list[Closed]:
     """Return the predecessor's closed trainings, with no step: none of this job's steps has closed them."""
     records = tuple(records)
     known = [closed for record in records for closed in record.closed]
@@ -258,11 +260,11 @@ def _closed(records: Iterable[peer.InventoryRecord]) -> list[Closed]:
     return [msgspec.structs.replace(closed, restart=0, series="") for closed in found]
 
 
-def _renamed(copy: Copy) -> Copy:
+def _inherit_copy(copy: Copy) -> Copy:
     return msgspec.structs.replace(copy, stamp=recovery_plan.inherited(copy.stamp))
 
 
-def _also(order: peer.PullOrder, holders: Mapping[tuple[str, int], Sequence[str]]) -> tuple[str, ...]:
+def _list_sources(order: peer.PullOrder, holders: Mapping[tuple[str, int], Sequence[str]]) -> tuple[str, ...]:
     """Return the predecessor's agents, then this job's.
 
     An agent of the predecessor may have handed its memory over to one of this job's agents.
@@ -270,14 +272,16 @@ def _also(order: peer.PullOrder, holders: Mapping[tuple[str, int], Sequence[str]
     if peer.TIER in order.sources:
         return order.sources
     ours = holders.get((order.copy.training, order.copy.rank), ())
-    return (*_theirs(order.sources), *(host for host in ours if host != order.dest))
+    return (*_mark_theirs(order.sources), *(host for host in ours if host != order.dest))
 
 
-def _theirs(sources: tuple[str, ...]) -> tuple[str, ...]:
+def _mark_theirs(sources: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(source if source == peer.TIER else peer.BEFORE + source for source in sources)
 
 
-def _ours(theirs: peer.PlannedTraining, holders: Mapping[tuple[str, int], Sequence[str]]) -> peer.PlannedTraining:
+def _adopt_training(
+    theirs: peer.PlannedTraining, holders: Mapping[tuple[str, int], Sequence[str]]
+) -> peer.PlannedTraining:
     """Return the predecessor's training plan as this job's plan.
 
     A rank that loads a shard from elsewhere asks this job's holders before the predecessor's agents, which soon
@@ -289,11 +293,11 @@ def _ours(theirs: peer.PlannedTraining, holders: Mapping[tuple[str, int], Sequen
     """
     assert theirs.chosen is not None
     stamp = recovery_plan.inherited(theirs.chosen)
-    sealed = stamp if theirs.stored else None  # as in `from_tier`: the tier is what the other holders were
+    sealed = stamp if theirs.stored else None  # as in `add_stored_versions`: the tier is what the other holders were
     copies = tuple(
         (
-            _renamed(copy),
-            sources if theirs.stored else (*holders.get((copy.training, copy.rank), ()), *_theirs(sources)),
+            _inherit_copy(copy),
+            sources if theirs.stored else (*holders.get((copy.training, copy.rank), ()), *_mark_theirs(sources)),
         )
         for copy, sources in theirs.copies
     )

@@ -119,7 +119,7 @@ class Outlines:
 
     async def _dial(self, mesh: Mesh, host: str) -> None:
         try:
-            await mesh.reach(host, _LINK_S)
+            await mesh.ensure_link(host, _LINK_S)
         finally:
             self._linking.discard(host)
 

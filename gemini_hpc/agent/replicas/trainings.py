@@ -233,7 +233,7 @@ class Trainings:
     def beat(self) -> None:
         """Show on the control pages that this agent lives. Called several times a second."""
         incarnation = self._membership.incarnation
-        missing = incarnation is not None and bool(incarnation.mesh.silent() | incarnation.mesh.dead)
+        missing = incarnation is not None and bool(incarnation.mesh.list_silent() | incarnation.mesh.dead)
         self.show_dead()
         for training in self:
             training.page.set_beat_ns(clock.monotonic_ns())

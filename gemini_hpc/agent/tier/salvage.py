@@ -102,7 +102,7 @@ class Salvage:
     def _misses_node(self, now: float) -> bool:
         """Return whether a node is missing. All agents stay until they learn that the last versions are saved."""
         incarnation = self._membership.incarnation
-        return incarnation is not None and incarnation.incomplete(now)
+        return incarnation is not None and incarnation.is_incomplete(now)
 
     def begin_try(self, *, last: bool = False, asked: bool = False) -> None:
         """Begin a try.
@@ -232,7 +232,7 @@ class Salvage:
     ) -> events.Event:
         match effect:
             case events.Reach():
-                there = await incarnation.mesh.reach(effect.host, effect.within_s)
+                there = await incarnation.mesh.ensure_link(effect.host, effect.within_s)
                 return events.Reached(effect.run, effect.host, there)
             case events.Settle():
                 await self._saver.wait_idle(effect.stalled_s)

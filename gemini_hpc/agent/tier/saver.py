@@ -247,7 +247,7 @@ class Saver:
             parent=None if incarnation is None else incarnation.rounds.parent,
             epoch=here.epoch,
             sealed={t.name: (t.sealed, t.world) for t in self._trainings if t.sealed is not None},
-            missing=incarnation is not None and incarnation.incomplete(now),
+            missing=incarnation is not None and incarnation.is_incomplete(now),
             silent_s=0.0 if incarnation is None else incarnation.silent_s,
             salvaging=self._salvaging(),
             tier=bool(self.tier),

@@ -220,7 +220,7 @@ class PullScheduler:
         if incarnation is None or host in incarnation.mesh.dead:
             return None
         port = incarnation.mesh.ports.get(host) or _find_planned_port(incarnation, host)
-        client = incarnation.mesh.client(host, "pull")
+        client = incarnation.mesh.build_client(host, "pull")
         return pull.Source(host, settings.address_of(host), port, client, stamp)
 
     def _complete_slot(self, copy: Copy, shard: Shard, index: int) -> None:
