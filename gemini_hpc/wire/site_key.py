@@ -67,7 +67,7 @@ def pack(settings: Settings, uid: int, jobs: Collection[int]) -> bytes:
 
 
 def pack_key(job: int, key: bytes) -> bytes:
-    """Return a job's key as `take` reads it."""
+    """Return a job's key as `choose_scheme` reads it."""
     return _KEY.pack(job, key)
 
 

@@ -753,7 +753,7 @@ def test_what_a_rank_has_filled_outlives_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rank_that_dies_while_it_fills_leaves_the_slot_to_the_push() -> None:
-    client = cast(Any, Mock(lives=lambda: False))
+    client = cast(Any, Mock(is_alive=lambda: False))
     shard = Shard("default", 0, 2, 1, SIZE, [cast(Any, None)] * 2)
     shard.pair.begin_version(Stamp(1, 7), None, frozenset(), voted=frozenset())
     shard.pair.slots[0].busy = True

@@ -66,7 +66,7 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
 
 def launcher(agents: Agents, most: int) -> Launcher:
     env = {"GEMINI_SPARES": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
-    imports: Any = SimpleNamespace(fd=QUIET[0], due_s=lambda: None)
+    imports: Any = SimpleNamespace(fd=QUIET[0], compute_wait_s=lambda: None)
     made = Launcher(agents.path, env, most, lambda env: pytest.fail("no rank is to begin"), imports)
     made._attempt = 0
     return made

@@ -36,13 +36,13 @@ class Reserving:
         self.log, self.lost = list[str](), list[str]()
         self.slots = [Slot(self.log, "first"), Slot(self.log, "second")]
         self.other: Callable[[], None] = lambda: None
-        own = SimpleNamespace(pushed=False, slots=self.slots, in_turn=lambda: self.slots)
+        own = SimpleNamespace(pushed=False, slots=self.slots, list_slots_by_age=lambda: self.slots)
         session = SimpleNamespace(
             client=object(),
             ending=False,
             homes=[0, 1],
-            lose=self.lost.append,
-            verdict=SimpleNamespace(prepared=lambda: self.log.append("prepared")),
+            end_protection=self.lost.append,
+            verdict=SimpleNamespace(record_prepared=lambda: self.log.append("prepared")),
         )
 
         def register(client: Any, me: Any, rank: int, home: int, size: int, *, pushed: bool = False) -> Any:
