@@ -14,6 +14,14 @@ from contextlib import suppress
 from typing import TextIO
 
 
+def replace_unprintable(text: str) -> str:
+    """Return text with a question mark in place of each control character and line break.
+
+    The text of users and agents appears in logs and on an administrator's terminal.
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
 def write_line(text: str) -> None:
     """Write a line of gemini-hpc to stderr. Raises nothing."""
     put(sys.stderr, f"gemini-hpc: {text}\n")

@@ -11,6 +11,7 @@ from typing import Protocol
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.config import ConfigError
+from gemini_hpc.lines import replace_unprintable
 from gemini_hpc.wire import controller, inspect_schema, peer, protocol
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect
@@ -276,7 +277,7 @@ class ControllerLink:
         if getattr(message, "job", None) != self._identity.job:
             return
         if isinstance(message, controller.Notice):
-            self.notice = "".join(c for c in message.text[:_NOTICE_CHARS] if c.isprintable())
+            self.notice = replace_unprintable(message.text[:_NOTICE_CHARS])
         elif isinstance(message, controller.Ending):
             self._listener.ends_in(message.left_s)
         elif isinstance(message, controller.Draining):

@@ -33,6 +33,7 @@ from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.reservation import HOLD_S, PREFIX, Held
 from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.core import hostlist
+from gemini_hpc.lines import replace_unprintable
 from gemini_hpc.slurm import Slurm, SlurmError
 from gemini_hpc.slurm.facts import COMPLETING, PENDING, Job
 from gemini_hpc.wire import ports
@@ -47,9 +48,8 @@ class NothingToHoldError(Exception):
 
 
 def _log(text: str) -> None:
-    shown = "".join(c if c.isprintable() else "?" for c in text)[:500]
     syslog.openlog("gemini-hpc", syslog.LOG_PID, syslog.LOG_DAEMON)
-    syslog.syslog(syslog.LOG_NOTICE, f"hold: {shown}")
+    syslog.syslog(syslog.LOG_NOTICE, f"hold: {replace_unprintable(text[:500])}")
 
 
 def find_objection(job: Job, restart: int) -> str:

@@ -11,6 +11,7 @@ from gemini_hpc import __version__
 from gemini_hpc.doctor.examine import OTHER_HOSTS
 from gemini_hpc.doctor.facts import Here
 from gemini_hpc.doctor.finding import ACCEPTED, SKIPPED, STATUSES, WARNING, WRONG, Finding
+from gemini_hpc.lines import replace_unprintable
 from gemini_hpc.report.columns import USUAL, fold
 
 SCHEMA = 1
@@ -43,7 +44,7 @@ def tame(text: str) -> str:
 
     Paths, reasons and names partly come from other users, and the output appears on root's terminal.
     """
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return replace_unprintable(" ".join(text.split()))
 
 
 def text(d: Document, columns: int = USUAL) -> str:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gemini_hpc import clock
+from gemini_hpc.lines import replace_unprintable
 
 LIMIT_S = 30.0  # a check that takes longer is red
 _LOOK_S = 0.2  # pause between two checks of `stop`
@@ -106,4 +107,4 @@ def _read_output(process: subprocess.Popen[bytes], stop: Callable[[], bool], dea
 
 def _extract_first_line(text: bytes) -> str:
     line = next((line for line in text.decode("utf-8", "replace").splitlines() if line.strip()), "")
-    return "".join(c if c.isprintable() else "?" for c in line.strip())[:_CHARS]
+    return replace_unprintable(line.strip()[:_CHARS])

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 from gemini_hpc import clock
+from gemini_hpc.lines import replace_unprintable
 
 DIRECTORY_SUFFIX = ".unprotected"
 ELSEWHERE = "elsewhere: "  # prefix of a reason on other nodes: the plugin then does not blame this node
@@ -57,10 +58,10 @@ class UnprotectedNote:
 
     def write_reason(self, why: str) -> None:
         """Write the reason to the draft. The first reason counts."""
-        shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in " ".join(why.split()))[:MAX_CHARS]
+        shown = replace_unprintable(" ".join(why.split())[:MAX_CHARS]).encode("ascii", "replace")
         with suppress(OSError):
             if self._file >= 0 and os.fstat(self._file).st_size == 0:
-                os.write(self._file, f"{self._restart} {shown}\n".encode())
+                os.write(self._file, b"%d %s\n" % (self._restart, shown))
 
     def publish(self) -> None:
         """Publish the draft where the plugin finds it, and append it to the log."""

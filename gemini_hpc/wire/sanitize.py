@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemini_hpc.lines import replace_unprintable
 from gemini_hpc.wire.inspect_schema import EventRecord
 
 MAX_NAME = 32
@@ -16,7 +17,7 @@ def sanitize(said: Any) -> Any:
     The text of agents comes from the job's owner and may be read on an operator's terminal.
     """
     if isinstance(said, str):
-        return said if said.isprintable() else "".join(c if c.isprintable() else "?" for c in said)
+        return replace_unprintable(said)
     if isinstance(said, dict):
         return {sanitize(key): sanitize(value) for key, value in said.items()}
     return [sanitize(item) for item in said] if isinstance(said, list) else said
@@ -34,9 +35,5 @@ def bound_event(event: EventRecord, host: str) -> EventRecord:
         host=host,
         restart=max(0, event.restart),
         version=max(0, event.version),
-        detail=_sanitize_text(event.detail, MAX_DETAIL),
+        detail=replace_unprintable(event.detail[:MAX_DETAIL]),
     )
-
-
-def _sanitize_text(text: str, limit: int) -> str:
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[:limit])[:limit]

@@ -31,6 +31,7 @@ from gemini_hpc.agent.tier.node_writer import NodeWriter, WantedVersion
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.agent.tier.save_rules import SaveRules
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.lines import replace_unprintable
 from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.tier.version import VersionManifest
@@ -203,7 +204,7 @@ class Saver:
         if not self.tier or self._membership.detached or incarnation is None or not incarnation.leads:
             return
         shown = ", ".join(hosts[:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
-        said = "; ".join(filter(None, (shown, "".join(c for c in partition[:_SAID] if c.isprintable()))))
+        said = "; ".join(filter(None, (shown, replace_unprintable(partition[:_SAID]))))
         for training in self._trainings:
             if training.sealed is not None:
                 self._log(
