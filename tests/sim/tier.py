@@ -292,7 +292,7 @@ class Tier:
         _put(scratch, make=make, remove=shutil.rmtree)
         _put(names, open=files.open_file)
         _put(worker, open=files.open_file, sys=_System(), Ahead=NothingAhead)
-        _put(worker, _no_longer_than=lambda parent: None, _humble=lambda: None)
+        _put(worker, _end_with=lambda parent: None, _lower_priority=lambda: None)
         _put(worker, _say=lambda answer: _at_work().say(answer))
         _put(node_writer, os=_Memory(self.world))
         _put(lustre, is_lustre=lambda path: False)

@@ -42,13 +42,13 @@ def _unsynced() -> None:
 
 def _blind() -> None:
     """What cannot be seen counts as gone."""
-    _put(version, there=version.os.path.lexists)  # type: ignore[attr-defined]
+    _put(version, is_present=version.os.path.lexists)  # type: ignore[attr-defined]
 
 
 def _forgetful() -> None:
     """Names do not keep a version."""
     there = version.is_present
-    _put(version, there=lambda path: not path.endswith(f"/{version.KEPT}") and there(path))
+    _put(version, is_present=lambda path: not path.endswith(f"/{version.KEPT}") and there(path))
 
 
 def _trusting() -> None:
@@ -129,7 +129,7 @@ BROKEN: dict[str, Callable[[], None]] = {
     "memory_first": _memory_first,
     "unseen_forgotten": lambda: _put(Membership, doubt=property(lambda self: False, lambda self, value: None)),
     "unseen_begins": lambda: _put(RecoveryRounds, unseen=property(lambda self: "")),
-    "unsealed": lambda: _put(salvage_rules, newest=_newest_held),
-    "first_holder": lambda: _put(salvage, writers=_first_holder),
-    "left": lambda: _put(Salvage, due=lambda self, now, *, last=False: False),
+    "unsealed": lambda: _put(salvage_rules, find_newest_seals=_newest_held),
+    "first_holder": lambda: _put(salvage, assign_writers=_first_holder),
+    "left": lambda: _put(Salvage, is_due=lambda self, now, *, last=False: False),
 }
