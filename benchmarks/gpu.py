@@ -98,7 +98,7 @@ def memory(on: Machine, size_bytes: int) -> None:
 
     def in_pieces() -> str:
         slot.bytes.zero_()
-        took_s = seconds(on, lambda: copies.bring(copies.mark(), [(slot.bytes, source)]))
+        took_s = seconds(on, lambda: copies.bring(copies.record_mark(), [(slot.bytes, source)]))
         if not torch.equal(slot.bytes, source.cpu()):
             raise Wrong("a copy to host memory in pieces differs")
         return f"{size_bytes / took_s / 1e9:.2f} GB/s"
@@ -330,7 +330,7 @@ def in_spans(on: Machine, size_bytes: int, iterations: int) -> None:
         load = Layers(on, training)
         found = gpuspans.measure(load, on.progress(), copies, pairs, iterations)
         right = training.now().cpu()
-        copies.bring(copies.mark(), pairs)
+        copies.bring(copies.record_mark(), pairs)
         if not torch.equal(slot.bytes, right):
             raise Wrong("the slot is not the state")
         gpuspans.rows(found, on.row)
@@ -355,7 +355,7 @@ def snapshot(on: Machine, size_bytes: int, iterations: int) -> None:
         own = OwnCopy(device, lane)
         with ExitStack() as ends:
             if mode in targets:
-                thread = threading.Thread(target=host.bring, args=(host.mark(), targets[mode]))
+                thread = threading.Thread(target=host.bring, args=(host.record_mark(), targets[mode]))
                 thread.start()
                 ends.callback(thread.join)
             elif mode != "none":

@@ -99,7 +99,7 @@ class Gpu:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def undigested(self) -> str:
-        return digest.fault(torch.device("cuda", torch.cuda.current_device()))
+        return digest.find_fault(torch.device("cuda", torch.cuda.current_device()))
 
     def beside(self, work: Callable[[], object]) -> None:
         with torch.cuda.stream(self._beside):
@@ -110,7 +110,7 @@ class Gpu:
 
     def connect(self) -> Communicator:
         assert self._library is not None
-        made = NcclCommunicator(self._library, 0, 1, cuda.handle)
+        made = NcclCommunicator(self._library, 0, 1, cuda.get_handle)
         made.connect(self._library.unique_id(), 60.0)
         return made
 
@@ -158,7 +158,7 @@ class Fake:
 
     def undigested(self) -> str:
         digest._load_kernel = lambda: self._kernel
-        return digest.fault(torch.device(self.place))
+        return digest.find_fault(torch.device(self.place))
 
     def beside(self, work: Callable[[], object]) -> None:
         work()

@@ -118,7 +118,7 @@ class _Rank:
 
     def iteration(self) -> float:
         """Save a version in it. How long the host was ahead of the device at the optimizer."""
-        self._jobs.put((self.version, self.copies.mark()))
+        self._jobs.put((self.version, self.copies.record_mark()))
         for _ in range(self.load.layers):
             self.load.compute()
             self.load.collective()

@@ -131,12 +131,12 @@ def _exchange(sock: socket.socket, message: local.Message, timeout_s: float, fds
 _clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
 
-def _leave_to_the_parent() -> None:
+def _forget_clients() -> None:
     for client in list(_clients):
         client.forget()
 
 
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+os.register_at_fork(after_in_child=_forget_clients)
 
 
 class AgentClient:

@@ -13,7 +13,7 @@ def number_training(name: str) -> int:
     return _closed[_build_key(name)] + 1
 
 
-def count(name: str) -> None:
+def record_closed(name: str) -> None:
     """Record that a training of this name is closed."""
     _closed[_build_key(name)] += 1
 

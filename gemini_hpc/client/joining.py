@@ -89,7 +89,7 @@ def explain_missing_agent() -> str:
 
 def build_hello(training_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
     """Return the greeting of this process."""
-    step, pid = step_name(os.environ), os.getpid()
+    step, pid = derive_step_name(os.environ), os.getpid()
     return local.build_hello(
         training=training_name,
         rank=rank,
@@ -104,7 +104,7 @@ def build_hello(training_name: str, rank: int, world: int, local_rank: int, tier
     )
 
 
-def step_name(environ: Mapping[str, str]) -> str:
+def derive_step_name(environ: Mapping[str, str]) -> str:
     """Return the name of this launch of the training, the same on all its ranks."""
     return environ.get(STEP_ENV) or f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
 
@@ -112,7 +112,7 @@ def step_name(environ: Mapping[str, str]) -> str:
 def derive_series(environ: Mapping[str, str]) -> str:
     """Return the name that all starts of this step share within one allocation."""
     known = environ.get(RESTARTS_ENV, "")
-    return known[:64] if len(known) > 1 else step_name(environ).partition("+")[0]
+    return known[:64] if len(known) > 1 else derive_step_name(environ).partition("+")[0]
 
 
 def describe_wait(waited_s: float, why: str) -> str:

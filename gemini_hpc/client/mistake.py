@@ -24,10 +24,10 @@ _MEMORY = frozenset(("MemoryError", "OutOfMemoryError"))
 def describe_error(error: BaseException) -> str:
     """Return the kind of an exception and its place in the user's code: "ValueError at train.py:12"."""
     kind = f"exit {error.code}" if isinstance(error, SystemExit) else type(error).__name__
-    return f"{kind[:80]} at {_place(error)}"
+    return f"{kind[:80]} at {_find_place(error)}"
 
 
-def _place(error: BaseException) -> str:
+def _find_place(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{os.path.basename(error.filename)[:80]}:{error.lineno}"
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]

@@ -39,10 +39,10 @@ class OwnProgress:
         self.fd = os.memfd_create("gemini:progress", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, progress_page.STACKS_AT)
         os.lseek(self.fd, 0, os.SEEK_END)
-        self._signal = self._answer()
+        self._signal = self._register_signal()
         self.beat()
 
-    def _answer(self) -> int:
+    def _register_signal(self) -> int:
         """Register a signal that writes the main thread's Python stack; return its number, or 0 for none.
 
         The signal works even if that thread never returns from C code. If the program uses the signal itself, no

@@ -35,7 +35,7 @@ def set_ranks() -> None:
     Nothing changes if the plugin or a launcher has set the variables, or if RANK or WORLD_SIZE have other values.
     Nothing changes under mpirun either, because Slurm does not know its ranks.
     """
-    environ, step = os.environ, _step(os.environ)
+    environ, step = os.environ, _find_step(os.environ)
     if environ.get(RANKS_OF_ENV, step) != step:
         for name in (RANKS_OF_ENV, *NAMES):
             environ.pop(name, None)
@@ -55,36 +55,37 @@ def derive_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     The result is empty if Slurm's variables contradict each other, and in heterogeneous jobs. The master is missing
     in a step with an arbitrary distribution, where task 0 may be on any host.
     """
-    if not _step(environ):
+    if not _find_step(environ):
         return {} if any(name in environ for name in _OTHERS_ENV) else _ALONE
-    rank, world = (number(environ.get(name, ""), -1) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-    node, local_rank = (number(environ.get(name, ""), -1) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
+    rank, world = (parse_number(environ.get(name, ""), -1) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    node, local_rank = (parse_number(environ.get(name, ""), -1) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
     here = _count_tasks(node, environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if not (0 <= rank < world and 0 <= local_rank < here <= world) or "SLURM_HET_SIZE" in environ:
         return {}
     if world == 1:
         return _ALONE
     base = ports.compute_master_port(
-        number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", ""))
+        parse_number(environ.get("SLURM_JOB_ID", "")), parse_number(environ.get("SLURM_RESTART_COUNT", ""))
     )
     port = ports.compute_attempt_port(
-        ports.compute_step_port(base, number(environ.get("SLURM_STEP_ID", ""))), number(environ.get(ATTEMPT_ENV, ""))
+        ports.compute_step_port(base, parse_number(environ.get("SLURM_STEP_ID", ""))),
+        parse_number(environ.get(ATTEMPT_ENV, "")),
     )
     found = (str(value) for value in (rank, world, local_rank, here, _find_first_host(environ), port))
     return {name: value for name, value in zip(NAMES, found, strict=True) if value}
 
 
-def number(text: str, otherwise: int = 0) -> int:
+def parse_number(text: str, otherwise: int = 0) -> int:
     """Return one of Slurm's numbers, or `otherwise` for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 11 else otherwise
 
 
-def _step(environ: Mapping[str, str]) -> str:
+def _find_step(environ: Mapping[str, str]) -> str:
     """Return "job.restart.step" of the srun that started this process, or "" if none did."""
-    step = number(environ.get("SLURM_STEP_ID", ""), -1)
+    step = parse_number(environ.get("SLURM_STEP_ID", ""), -1)
     if not 0 <= step <= _MOST_STEPS or "SLURM_STEP_NUM_TASKS" not in environ:
         return ""
-    return f"{environ.get('SLURM_JOB_ID', '')}.{number(environ.get('SLURM_RESTART_COUNT', ''))}.{step}"
+    return f"{environ.get('SLURM_JOB_ID', '')}.{parse_number(environ.get('SLURM_RESTART_COUNT', ''))}.{step}"
 
 
 def _count_tasks(node: int, text: str) -> int:

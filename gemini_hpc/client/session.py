@@ -44,7 +44,7 @@ class Ranks(Protocol):
         """Return the data of every rank, by rank (collective)."""
 
 
-def _exit(status: int) -> NoReturn:
+def _exit_process(status: int) -> NoReturn:
     raise SystemExit(status)
 
 
@@ -73,7 +73,7 @@ class RankSession:
         local_rank: int = 0,
         imported_at: float | None = None,
         say: Callable[[str], None] | None = None,
-        leave: Callable[[int], NoReturn] = _exit,
+        leave: Callable[[int], NoReturn] = _exit_process,
         handing: AbstractContextManager[Any] | None = None,
         parity: bool = False,
     ) -> None:
@@ -157,7 +157,7 @@ class RankSession:
             survives = f"any {lost} node{'s' * (lost > 1)} of a group may be lost"
         self.say(f"protected since step {version}: {copies}, {survives}")
 
-    def tell_resumed(self, began: float, fetched: float, shards: int) -> None:
+    def report_resumed(self, began: float, fetched: float, shards: int) -> None:
         """Report the version that is loaded now, for the user and in the event log.
 
         Rank 0 prints which nodes have changed and what is resumed from, with the cost of the failure.
@@ -190,7 +190,7 @@ class RankSession:
         if self._progress is not None:
             self._progress.count_step(self.version)
 
-    def tell_closed(self) -> None:
+    def report_closed(self) -> None:
         """Report that the training was closed before, and whether the resumed version is its end.
 
         A script that skips finished work could otherwise resume the end of another training.
@@ -203,7 +203,7 @@ class RankSession:
                 f"A script that leaves out what is done gives each {self._what} a name of its own"
             )
 
-    def leave_what_is_done(self) -> None:
+    def exit_if_done(self) -> None:
         """End the start of a closed training whose last version is gone, on every rank alike.
 
         The script must not continue with freshly initialized weights.
@@ -225,7 +225,7 @@ class RankSession:
         self.finish(success=welcome.passed)
         self._leave(0 if welcome.passed else 1)
 
-    def tell_others(self) -> None:
+    def report_others(self) -> None:
         """Report other trainings to resume from if this training has nothing.
 
         The name of this training may change with each start.
@@ -246,12 +246,12 @@ class RankSession:
             told: Sentences of every rank, by rank.
         """
         for sentence in dict.fromkeys(told[self.rank]):
-            self.find(sentence)
+            self.record_finding(sentence)
             ranks = [rank for rank, sentences in enumerate(told) if sentence in sentences]
             if ranks[0] == self.rank:
                 self.say(f"{name_ranks(ranks)}: {sentence}")
 
-    def find(self, text: str) -> None:
+    def record_finding(self, text: str) -> None:
         """Record a finding for the report."""
         self.findings.append(text)
 
@@ -260,7 +260,7 @@ class RankSession:
         if self.client is not None and not self.client.lost:
             self.client.queue_event(name, self.version if version is None else version, detail)
 
-    def note(self, name: str, version: int, reason: str) -> None:
+    def record_incident(self, name: str, version: int, reason: str) -> None:
         """Record an incident of a version, and print each kind of incident once. Any thread may call this."""
         key = f"{name}: {reason}"
         if key not in self.findings:
@@ -270,11 +270,11 @@ class RankSession:
                 pass  # the last links break if the ranks do not leave together
             elif name in ("degraded", "void") or not self.unsaved.get(name):
                 self.say(f"rank {self.rank}: version {version} {name}: {reason}")
-        self.count(name)
+        self.count_unsaved(name)
         if self.client is not None:
             self.client.queue_event(name, version, f"rank {self.rank}: {reason}")
 
-    def count(self, name: str) -> None:
+    def count_unsaved(self, name: str) -> None:
         """Count one more version that was not saved for this reason."""
         self.unsaved[name] = self.unsaved.get(name, 0) + 1
 
@@ -377,7 +377,7 @@ class RankSession:
             self.welcome = self.client.join_training(hello, self._report_wait)
         except (AgentLost, AgentRefused) as error:
             self.client = None
-            self._hide()
+            self._close_progress()
             return JoinNotice(problem=str(error), later=isinstance(error, RefusedForNow))
         if self._imported_at is not None:  # a restarted rank had everything imported already
             self.client.queue_event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
@@ -388,10 +388,10 @@ class RankSession:
         try:
             return OwnProgress(lambda: self.collectives()._replace(version=self.version))
         except OSError as error:
-            self.find(f"hangs of this rank are not noticed: {error}")
+            self.record_finding(f"hangs of this rank are not noticed: {error}")
             return None
 
-    def _hide(self) -> None:
+    def _close_progress(self) -> None:
         if self._progress is not None:
             self._progress.close()
             self._progress = None
@@ -471,7 +471,7 @@ class RankSession:
         if self.forked:
             return
         if success:
-            finished.count(self.title)
+            finished.record_closed(self.title)
         if self.client is None:
             return
         self.client.flush()
@@ -482,7 +482,7 @@ class RankSession:
             except (AgentLost, AgentRefused) as error:
                 self.say(f"rank {self.rank}: could not tell the agent that the training has ended: {error}")
         self.client.close()
-        self._hide()
+        self._close_progress()
 
     # ---- the agent's death -----------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ _MAX_BYTES = (1 << 50) - 1
 _MAX_SENTENCE = 300
 
 
-def profile_key(model: str, hosts: Iterable[str]) -> str:
+def build_profile_key(model: str, hosts: Iterable[str]) -> str:
     """Return the key of a profile.
 
     Args:

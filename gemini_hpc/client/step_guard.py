@@ -57,7 +57,7 @@ class StepGuard:
         self._leaving_since: float | None = None
         self.waited_s = 0.0
 
-    def wait_sealed(self, wanted: tuple[int, int]) -> None:
+    def wait_for_seal(self, wanted: tuple[int, int]) -> None:
         """Block while `wanted` is not sealed and a node is dead or silent.
 
         The wait lasts at most hold_s for a dead node and at most SUSPECT_S for a silent one.
@@ -66,7 +66,7 @@ class StepGuard:
             wanted: The (epoch, version) whose seal ends the wait.
         """
         began = self._clock()
-        while self._stays(wanted):
+        while self._must_stay(wanted):
             self._sleep(_POLL_S)
         self.waited_s += self._clock() - began
 
@@ -92,7 +92,7 @@ class StepGuard:
             self._sleep(_POLL_S)
         self.waited_s += self._clock() - began
 
-    def _stays(self, wanted: tuple[int, int]) -> bool:
+    def _must_stay(self, wanted: tuple[int, int]) -> bool:
         page = self._page()
         if page is None or self._lost():
             return False

@@ -189,7 +189,7 @@ def _build_part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: 
         if math.prod(size):
             found.append(((number[key], tuple(data.chunk.offsets), size), item))
             if size == row.shape:
-                note.add_value(key, math.prod(size) * item_bytes(row.dtype), partial(_copy, planner, item))
+                note.add_value(key, math.prod(size) * item_bytes(row.dtype), partial(_copy_tensor, planner, item))
     packed = bytearray(note.packed)
     found.append(((len(rows), (0,), (len(packed),)), memoryview(packed)))
     rows.append(TensorRow(NOTE, "uint8", (len(packed),), False, "cpu", name=_VALUES))
@@ -209,7 +209,7 @@ def _build_part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: 
     return VersionPart(manifest, store)
 
 
-def _copy(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+def _copy_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     value = planner.resolve_data(item)
     assert isinstance(value, torch.Tensor)
     return value.detach().cpu().clone()

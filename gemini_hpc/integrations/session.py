@@ -364,7 +364,7 @@ class StackSession:
                     self._session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
             self._reconnect()
         own = [
-            ShardDescription(s.header, s.manifest, s.small_raw if rank == 0 else b"", _note(s))
+            ShardDescription(s.header, s.manifest, s.small_raw if rank == 0 else b"", _read_note(s))
             for rank, s in found.items()
         ]
         gathered = [
@@ -441,7 +441,7 @@ def _compute_slot_size(total_bytes: int) -> int:
     return wanted - wanted % PAGE_BYTES
 
 
-def _note(saved: SavedShard) -> bytes:
+def _read_note(saved: SavedShard) -> bytes:
     rows = saved.manifest.rows
     found = [piece for piece in saved.manifest.pieces if rows[piece.row].key == NOTE]
     return saved.raw(found[0]).numpy().tobytes() if found else b""

@@ -33,7 +33,7 @@ def main(words: list[str]) -> program.Program | int:
     )
     parser.add_argument(
         "--max-restarts",
-        type=_count,
+        type=_parse_count,
         default=3,
         metavar="N",
         help="start the ranks again at most N times, counted anew whenever a newer version is sealed (default 3)",
@@ -57,7 +57,7 @@ def main(words: list[str]) -> program.Program | int:
                 if place.node_rank < 0:
                     lines.write_line("launch: no agent here: this spare stays idle")
                     return 0
-                os.environ.update(placing.rank_environment(os.environ, place))
+                os.environ.update(placing.build_rank_environment(os.environ, place))
     except ValueError as error:
         lines.write_line(f"launch: {error}")
         return 2
@@ -76,11 +76,11 @@ def main(words: list[str]) -> program.Program | int:
     try:
         return Launcher(path, os.environ, given.max_restarts, start, imports).run()
     except Forked:
-        imports.record()
+        imports.start_recording()
         return wanted
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 1000:
         raise argparse.ArgumentTypeError(f"wanted a whole number from 0 to 1000, found {text!r}")
     return int(text)

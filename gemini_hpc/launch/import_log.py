@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import ModuleType
 
 from gemini_hpc import clock
-from gemini_hpc.launch.program import get
+from gemini_hpc.launch.program import import_names
 
 QUIET_S = 2.0  # seconds without a new name after which the rank is at work
 MOST = 20_000
@@ -36,7 +36,7 @@ class ImportLog:
 
     # ---- in the rank -------------------------------------------------------------------------------------
 
-    def record(self) -> None:
+    def start_recording(self) -> None:
         """Start recording imports, in the rank's process."""
         os.close(self.fd)
         sys.meta_path.insert(0, self)
@@ -68,8 +68,8 @@ class ImportLog:
         """Return the seconds until there is a module to import, or None if there is none."""
         return max(0.0, self._heard_at + QUIET_S - clock.monotonic()) if self._names else None
 
-    def take_one(self) -> None:
+    def import_next(self) -> None:
         """Import the next module that the rank has imported."""
         name = self._names.popleft()
         if name not in sys.modules and name != "__main__":
-            get(name)
+            import_names(name)

@@ -18,13 +18,13 @@ import msgspec
 
 from gemini_hpc import clock, lines
 from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
-from gemini_hpc.client.joining import ATTEMPT_ENV, FAILED_ENV, STEP_ENV, step_name
-from gemini_hpc.client.ranks import number
+from gemini_hpc.client.joining import ATTEMPT_ENV, FAILED_ENV, STEP_ENV, derive_step_name
+from gemini_hpc.client.ranks import parse_number
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.attempts import NOTHING, End
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.launch.import_log import ImportLog
-from gemini_hpc.launch.placing import count_spares, rank_environment
+from gemini_hpc.launch.placing import build_rank_environment, count_spares
 from gemini_hpc.launch.rank_end import Report, describe, describe_status
 from gemini_hpc.launch.rank_process import RankProcess
 from gemini_hpc.launch.signals import HEEDED_S, SENT, Signals, is_heeded
@@ -62,7 +62,7 @@ class Launcher:
             imports: Log of the rank's imports.
         """
         self._path, self._environ, self._start, self._imports = path, environ, start, imports
-        self._step = step_name(environ)
+        self._step = derive_step_name(environ)
         self._rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
         self._limit = RestartLimit(most)
         self._most = most
@@ -104,7 +104,7 @@ class Launcher:
 
         Ranks of the previous attempt may still exist for a moment, so this attempt's ranks meet at another port.
         """
-        env = rank_environment(self._environ, self._place) if self._place is not None else {}
+        env = build_rank_environment(self._environ, self._place) if self._place is not None else {}
         self._rank = env.get("RANK", self._rank)
         if not self._attempt:
             return env
@@ -125,7 +125,7 @@ class Launcher:
         effect. Without an agent, a signal that asks a process to end ends the launcher.
         """
         while True:
-            state = self._wait_message(None)
+            state = self._wait_for_message(None)
             self._signals.forget()
             if self._sock is None and self._signals.asked is not None:
                 return 128 + self._signals.asked[0]
@@ -141,7 +141,7 @@ class Launcher:
     def _attend(self, rank: RankProcess) -> int | None:
         """Wait until this attempt is over; return the exit status, or None if another attempt begins."""
         while True:
-            state = self._wait_message(rank)
+            state = self._wait_for_message(rank)
             self._signals.pass_on(rank.pid)
             self._report.flush()
             self._failed_at = clock.time()
@@ -151,11 +151,11 @@ class Launcher:
             if state is None:
                 continue
             if state.over:
-                return self._end(rank, state)
+                return self._wait_for_end(rank, state)
             if state.attempt > self._attempt and (state.place is not None or not self._spares):
                 return self._begin_next_attempt(rank, state)
 
-    def _end(self, rank: RankProcess, state: local.LaunchState) -> int:
+    def _wait_for_end(self, rank: RankProcess, state: local.LaunchState) -> int:
         """Wait for the rank's end when no other attempt follows; return the exit status.
 
         A rank that received a signal has a minute to end by itself.
@@ -175,12 +175,12 @@ class Launcher:
     def _begin_next_attempt(self, rank: RankProcess, state: local.LaunchState) -> int | None:
         """Begin another attempt, or return the exit status if that attempt would end in the same way."""
         rank.kill()
-        end = self._end_of(rank) if rank.raised is not None else NOTHING  # the rank was about to end by itself
+        end = self._describe_end(rank) if rank.raised is not None else NOTHING  # the rank was about to end by itself
         if end.text:
             state = self._ask(self._build_request(end)) or state
         again, first = end.repeats(state.before), state.first
         if first.cause is Cause.HUNG and first.host == self._environ.get("SLURMD_NODENAME"):
-            self._check(state)
+            self._check_health(state)
         why_not = self._limit.judge_failure(self._ask_reached(), again=again, memory=first.memory)
         over = bool(why_not) and (again or first.cause is Cause.HUNG)  # no launcher has decided this yet
         if end.text:
@@ -190,7 +190,7 @@ class Launcher:
             self._report_end(over=why_not)
             state = self._ask(self._build_request(None)) or state
         if state.over:
-            return self._end(rank, state)
+            return self._wait_for_end(rank, state)
         self._attempt, self._place = state.attempt, state.place
         return None
 
@@ -203,7 +203,7 @@ class Launcher:
         ended = f"rank {self._rank} ended with {describe_status(status)}"
         sent = self._find_ending_signal(LATER_S if status - 128 in SENT else 0.0)
         if sent is not None and is_heeded(sent, status):
-            end = End(ended, Cause.CONSEQUENCE, number(self._rank), min(status, 255))
+            end = End(ended, Cause.CONSEQUENCE, parse_number(self._rank), min(status, 255))
             self._report.add(self._attempt, end, rank, "")
             state = self._report_end(end, over=f"somebody sent {sent.name}", given_up=False)
             return _derive_status(rank, state)
@@ -211,13 +211,13 @@ class Launcher:
             self._report.add(self._attempt, NOTHING, rank, "")
             return status
         reached = self._ask_reached()
-        end = self._end_of(rank, reached)
+        end = self._describe_end(rank, reached)
         # A rank that fails because of another one reports after that rank, and then has nothing to report.
         wait_s = TOLD_S if end.cause is Cause.CONSEQUENCE else 0.0
         state = self._ask(msgspec.structs.replace(self._build_request(end), wait_s=wait_s))
         if state is not None and state.over:
             self._report.add(self._attempt, end, rank, "")
-            return self._end(rank, state)
+            return self._wait_for_end(rank, state)
         begun = state is not None and state.attempt > self._attempt
         again = state is not None and end.repeats(state.before if begun else state.first)
         if self._spares and begun and not again:  # the cause is a lost node, and a spare exists
@@ -239,7 +239,7 @@ class Launcher:
         if state is None:
             _say(f"{end.text}; not starting the ranks again: no agent answers")
             return status
-        self._check(state)
+        self._check_health(state)
         if self._spares:  # the node's place may have changed
             self._status, self._place = status, None
             return None
@@ -250,11 +250,11 @@ class Launcher:
         self._attempt, self._place = state.attempt, state.place
         return None
 
-    def _end_of(self, rank: RankProcess, reached: Reached | None = None) -> End:
+    def _describe_end(self, rank: RankProcess, reached: Reached | None = None) -> End:
         """Return the evidence of the rank's end in this attempt."""
         host = self._environ.get("SLURMD_NODENAME", "")
         return describe(
-            rank, number(self._rank), host, reached or self._ask_reached(), self._memory, spares=self._spares
+            rank, parse_number(self._rank), host, reached or self._ask_reached(), self._memory, spares=self._spares
         )
 
     def _fetch_ends(self, attempt: int) -> tuple[End, End]:
@@ -266,7 +266,7 @@ class Launcher:
         back = max(0, min(state.attempt - attempt, 3))
         return ends[back], ends[back + 1]
 
-    def _check(self, state: local.LaunchState) -> None:
+    def _check_health(self, state: local.LaunchState) -> None:
         """Check the node's health after its rank has failed, and report a problem to the agents."""
         if not state.check or state.left_out:
             return
@@ -280,7 +280,7 @@ class Launcher:
     def _build_request(self, end: End | None) -> local.LaunchRequest:
         """Return a request that reports this attempt."""
         cause = end.cause if end is not None else None
-        return local.LaunchRequest(self._step, self._attempt, rank=number(self._rank), cause=cause, end=end)
+        return local.LaunchRequest(self._step, self._attempt, rank=parse_number(self._rank), cause=cause, end=end)
 
     def _find_ending_signal(self, wait_s: float = 0.0) -> signal.Signals | None:
         """Return the signal that ended the step, or None.
@@ -322,7 +322,7 @@ class Launcher:
 
     # ---- the agent -------------------------------------------------------------------------------------
 
-    def _wait_message(self, rank: RankProcess | None) -> local.LaunchState | None:
+    def _wait_for_message(self, rank: RankProcess | None) -> local.LaunchState | None:
         """Wait for the rank's end or the agent's message about its step; return the message."""
         try:
             sock = self._ensure_socket()
@@ -348,7 +348,7 @@ class Launcher:
         if self._imports.fd in ready:
             self._imports.read()
         elif not ready and self._imports.compute_wait_s() == 0.0:
-            self._imports.take_one()
+            self._imports.import_next()
         if sock is None or sock.fileno() not in ready:
             return None
         self._asked = False

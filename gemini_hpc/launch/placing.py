@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gemini_hpc.client.joining import SPARES_ENV
-from gemini_hpc.client.ranks import number
+from gemini_hpc.client.ranks import parse_number
 from gemini_hpc.core import hostlist
 from gemini_hpc.wire import local, ports
 
@@ -30,7 +30,7 @@ def count_tasks_per_node(environ: Mapping[str, str]) -> int:
 
 def count_spares(environ: Mapping[str, str]) -> int:
     """Return the number of the job's nodes that wait to replace a lost one."""
-    return number(environ.get(SPARES_ENV, ""))
+    return parse_number(environ.get(SPARES_ENV, ""))
 
 
 def place_without_agent(environ: Mapping[str, str]) -> local.Place:
@@ -42,25 +42,25 @@ def place_without_agent(environ: Mapping[str, str]) -> local.Place:
     hosts = hostlist.expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     if not hosts:
         raise ValueError("a job with spares needs Slurm's list of its hosts, and SLURM_JOB_NODELIST is not set")
-    nodes, position = max(1, len(hosts) - count_spares(environ)), number(environ.get("SLURM_NODEID", ""))
+    nodes, position = max(1, len(hosts) - count_spares(environ)), parse_number(environ.get("SLURM_NODEID", ""))
     port = ports.compute_master_port(
-        number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", ""))
+        parse_number(environ.get("SLURM_JOB_ID", "")), parse_number(environ.get("SLURM_RESTART_COUNT", ""))
     )
     return local.Place(position if position < nodes else -1, nodes, hosts[0], port)
 
 
-def rank_environment(environ: Mapping[str, str], place: local.Place) -> dict[str, str]:
+def build_rank_environment(environ: Mapping[str, str], place: local.Place) -> dict[str, str]:
     """Return the variables that torch.distributed reads, for a node of this place.
 
     Raises:
         Uneven: The nodes have different numbers of tasks.
     """
-    here, local_rank = count_tasks_per_node(environ), number(environ.get("SLURM_LOCALID", ""))
+    here, local_rank = count_tasks_per_node(environ), parse_number(environ.get("SLURM_LOCALID", ""))
     return {
         "RANK": str(place.node_rank * here + local_rank),
         "WORLD_SIZE": str(place.nodes * here),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": place.master,
-        "MASTER_PORT": str(ports.compute_step_port(place.port, number(environ.get("SLURM_STEP_ID", "")))),
+        "MASTER_PORT": str(ports.compute_step_port(place.port, parse_number(environ.get("SLURM_STEP_ID", "")))),
     }

@@ -50,10 +50,10 @@ class Program:
         except (OSError, SyntaxError, ValueError):
             return
         for name, taken in names.items():
-            get(name, taken)
+            import_names(name, taken)
         if "torch" in sys.modules:
             for name in _LATER:
-                get(name)
+                import_names(name)
 
     def _set_path_and_argv(self) -> None:
         if not sys.flags.safe_path:
@@ -62,7 +62,7 @@ class Program:
 
     def run(self) -> None:
         """Run the script in the process of one attempt. Raises whatever the script raises."""
-        _as_if_new()
+        _draw_seeds()
         self._set_path_and_argv()
         if self.module:
             runpy.run_module(self.script, run_name="__main__", alter_sys=True)
@@ -85,7 +85,7 @@ def list_imports(source: bytes) -> dict[str, list[str]]:
     return found
 
 
-def get(name: str, taken: Sequence[str] = ()) -> None:
+def import_names(name: str, taken: Sequence[str] = ()) -> None:
     """Import a module that the rank imports, and modules among the names imported from it.
 
     A failed import is ignored. mpi4py is skipped, because MPI starts on import and belongs to the rank.
@@ -111,7 +111,7 @@ def find_fork_obstacle() -> str:
     return ""
 
 
-def _as_if_new() -> None:
+def _draw_seeds() -> None:
     """Draw anew the random seeds that an interpreter draws at its start."""
     import random
 

@@ -111,9 +111,9 @@ class Signals:
         self.fd, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._witness = Witness()
         for number in SENT:
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_signal)
 
-    def _note(self, number: int, _frame: object) -> None:
+    def _on_signal(self, number: int, _frame: object) -> None:
         now = clock.monotonic()
         self.last = signal.Signals(number), now
         if number in ENDING:

@@ -59,24 +59,24 @@ def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, vers
         ValueError: On all ranks, if shapes or types of an array differ between ranks.
         OSError: On all ranks, if a phase fails on any rank.
     """
-    _agree(words, _check_h5py(), RuntimeError)
+    _check_all(words, _check_h5py(), RuntimeError)
     datasets = plan([msgspec.msgpack.decode(raw, type=ShardManifest) for raw in words.gather_data(arrays.packed)])
     attributes = {"training": name, "version": version, "world": comm.Get_size(), "time": int(clock.time())}
     directory, last = os.path.split(os.path.abspath(path))
     temporary = f"{directory}/.{last}.tmp"
 
     def agree(phase: Callable[[], object]) -> None:
-        _agree(words, _try_phase(path, phase), OSError)
+        _check_all(words, _try_phase(path, phase), OSError)
 
     def run_on_first(phase: Callable[[], object]) -> None:
         agree(phase if words.rank == 0 else lambda: None)
 
     done = False
     try:
-        run_on_first(lambda: _make(temporary, datasets, attributes))
+        run_on_first(lambda: _make_file(temporary, datasets, attributes))
         # fail before any rank waits for others in MPI-IO: the path may exist on rank 0's node only
         agree(lambda: os.close(os.open(temporary, os.O_RDWR)))
-        _fill(agree, temporary, datasets, arrays, words.rank, comm, info)
+        _fill_file(agree, temporary, datasets, arrays, words.rank, comm, info)
         run_on_first(lambda: publish(temporary, directory, last))
         done = True
     finally:
@@ -122,7 +122,7 @@ def _check_h5py() -> str:
     return ""
 
 
-def _make(temporary: str, datasets: Sequence[Dataset], attributes: Mapping[str, Any]) -> None:
+def _make_file(temporary: str, datasets: Sequence[Dataset], attributes: Mapping[str, Any]) -> None:
     """Make the file without its values, replacing the remains of a program that was ended in between."""
     from gemini_hpc.tier import hdf5
 
@@ -137,13 +137,13 @@ def _make(temporary: str, datasets: Sequence[Dataset], attributes: Mapping[str, 
                 hdf5.label(made, dataset.row)
         to = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            _reserve(to, os.fstat(memory.fileno()).st_size)
-            _copy(memory.fileno(), to)
+            _reserve_blocks(to, os.fstat(memory.fileno()).st_size)
+            _copy_content(memory.fileno(), to)
         finally:
             os.close(to)
 
 
-def _reserve(to: int, size: int) -> None:
+def _reserve_blocks(to: int, size: int) -> None:
     """Reserve disk blocks for the whole file.
 
     A full disk is better noticed now than when all ranks write (`hdf5.put_box`). posix_fallocate is no alternative,
@@ -161,7 +161,7 @@ def _reserve(to: int, size: int) -> None:
     os.ftruncate(to, size)
 
 
-def _copy(memory: int, to: int) -> None:
+def _copy_content(memory: int, to: int) -> None:
     """Copy the content without the holes that the values fill later."""
     size, at = os.fstat(memory).st_size, 0
     while at < size:
@@ -175,7 +175,7 @@ def _copy(memory: int, to: int) -> None:
             at += os.sendfile(to, memory, at, end - at)
 
 
-def _fill(
+def _fill_file(
     agree: Callable[[Callable[[], object]], None],
     temporary: str,
     datasets: Sequence[Dataset],
@@ -240,7 +240,7 @@ def _try_phase(path: str, what: Callable[[], object]) -> str:
     return ""
 
 
-def _agree(words: MpiRanks, problem: str, kind: type[Exception]) -> None:
+def _check_all(words: MpiRanks, problem: str, kind: type[Exception]) -> None:
     """Continue if no rank has a problem, else raise the first rank's problem on all ranks (collective)."""
     found = words.find_first_text(problem and f"rank {words.rank}: {problem}")
     if found:

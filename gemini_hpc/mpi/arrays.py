@@ -62,14 +62,14 @@ class Arrays:
             array = _as_writable(name, part.array if part else value)
             shape = tuple(int(n) for n in part.shape) if part else array.shape
             offset = tuple(int(n) for n in part.offset) if part else (0,) * array.ndim
-            dtype = _name(array.dtype)
+            dtype = _find_dtype_name(array.dtype)
             if dtype is None:
                 if part:
                     raise TypeError(f"{name}: parts of {array.dtype} arrays cannot be put together")
                 shape, offset, dtype = (array.nbytes,), (0,), "uint8"
             self._held[name] = _Held(array, offset, TensorRow(name, dtype, shape, part is not None, "cpu"))
         rows = tuple(held.row for held in self._held.values())
-        boxes = [(i, h.offset, _size(h)) for i, h in enumerate(self._held.values())]
+        boxes = [(i, h.offset, _find_shape(h)) for i, h in enumerate(self._held.values())]
         self.manifest = ShardManifest(rank, world, rows, shard_manifest.place(rows, boxes))
         self.packed = shard_manifest.pack(self.manifest)
         shard_manifest.unpack(self.packed, self.manifest.tensor_bytes())  # rejects a part that is no box of its array
@@ -102,7 +102,7 @@ class Arrays:
         found = []
         for piece, held in self._list_held_pieces():
             values = np.asarray(held.array, order="C")
-            plain = _name(values.dtype) is not None
+            plain = _find_dtype_name(values.dtype) is not None
             found.append((piece, values if plain else values.reshape(-1).view("uint8")))
         return found
 
@@ -128,7 +128,7 @@ class Arrays:
 
     def _find(self, held: _Held, shards: Sequence[Saved], same: bool) -> list[tuple[Any, Array]]:
         """Return (place in the array, values) for all sources that fill an array."""
-        row, have, sources = held.row, np.zeros(_size(held), dtype=bool), []
+        row, have, sources = held.row, np.zeros(_find_shape(held), dtype=bool), []
         for saved in shards if row.shared else shards[: 1 if same else 0]:
             for piece in saved.manifest.pieces:
                 there = saved.manifest.rows[piece.row]
@@ -150,7 +150,7 @@ class Arrays:
                 "" if same or row.shared else " (the array is not a Part: only as many ranks as saved it can load it)"
             )
             raise ValueError(f"{row.key} is not in the saved state{where}")
-        if _name(held.array.dtype) is None:
+        if _find_dtype_name(held.array.dtype) is None:
             flat = np.concatenate([values.ravel() for _, values in sources]) if sources else np.empty(0, "uint8")
             return [((...,), flat.view(held.array.dtype).reshape(held.array.shape))]
         return sources
@@ -200,13 +200,13 @@ def _as_writable(name: str, value: Any) -> Array:
     return array
 
 
-def _name(dtype: np.dtype[Any]) -> str | None:
+def _find_dtype_name(dtype: np.dtype[Any]) -> str | None:
     """Return the manifest's (torch's) name of a NumPy type, or None for types stored as bytes."""
     return dtype.name if dtype.isnative and dtype.name in ITEM_BYTES else None
 
 
-def _size(held: _Held) -> Shape:
-    return held.array.shape if _name(held.array.dtype) is not None else held.row.shape
+def _find_shape(held: _Held) -> Shape:
+    return held.array.shape if _find_dtype_name(held.array.dtype) is not None else held.row.shape
 
 
 def _intersect_boxes(a: Shape, a_size: Shape, b: Shape, b_size: Shape) -> tuple[tuple[int, int], ...] | None:

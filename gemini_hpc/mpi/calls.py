@@ -84,7 +84,7 @@ class Calls:
                 (f"version {version} is void, and versions before it may mix iterations: " if version else "")
                 + f"{difference}. Call step() once in each iteration on every rank; {end}"
             )
-        session.count("void")
+        session.count_unsaved("void")
         session.record_event("void", difference, version)
         return True
 

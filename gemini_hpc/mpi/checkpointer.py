@@ -103,7 +103,7 @@ class Checkpointer:
             what="program",
             local_rank=int(os.environ.get("SLURM_LOCALID", "0") or "0"),
             say=self._say,
-            leave=self._leave,
+            leave=self._exit_together,
             handing=self._lock,
         )
         self._calls = Calls(self._words, session)
@@ -116,7 +116,7 @@ class Checkpointer:
             self._said.add(text)
             lines.write_line(text)
 
-    def _leave(self, status: int) -> NoReturn:
+    def _exit_together(self, status: int) -> NoReturn:
         lines.flush_streams()
         self._comm.Barrier()
         os._exit(status)
@@ -152,8 +152,8 @@ class Checkpointer:
             for line in welcome.lost:
                 session.say_once(f"memory could not serve: {line}")
             if not welcome.chosen_version:
-                session.leave_what_is_done()
-                session.tell_others()
+                session.exit_if_done()
+                session.report_others()
                 return 0
             began = clock.time()
             shards: list[Saved] = []
@@ -171,8 +171,8 @@ class Checkpointer:
         fetched = clock.time()
         self._load(shards, welcome.chosen_world == self._world)
         session.version = self._last = welcome.chosen_version
-        session.tell_resumed(began, fetched, len(shards))
-        session.tell_closed()
+        session.report_resumed(began, fetched, len(shards))
+        session.report_closed()
         return session.version
 
     def _load(self, shards: list[Saved], same: bool) -> None:
@@ -226,14 +226,14 @@ class Checkpointer:
         for name, value in rebound.items():
             self._arrays.rebind(name, value)
         interval, j = self._interval, self._interval.j
-        interval.enter()
+        interval.enter_step()
         try:
             self._step()
             if self._summaries is not None:
                 sends = bool(self._session.outgoing)
                 self._summaries.send_summary(lambda: interval.build_state(sends=sends), now=interval.j != j)
         finally:
-            interval.leave()
+            interval.leave_step()
 
     def _step(self) -> None:
         session, interval = self._session, self._interval
@@ -273,10 +273,10 @@ class Checkpointer:
             with self._catch_failures():
                 self._save(begun)
         spent_s = (came - began - apart_s) + (clock.monotonic() - met)
-        interval.spend(spent_s)
-        self._account(spent_s, began if begun else None)
+        interval.record_loss(spent_s)
+        self._record_cost(spent_s, began if begun else None)
 
-    def _account(self, spent_s: float, began: float | None) -> None:
+    def _record_cost(self, spent_s: float, began: float | None) -> None:
         """Add the seconds of a `step()` to the cost of the version that it has begun, or of the one before.
 
         Args:
@@ -313,7 +313,7 @@ class Checkpointer:
         try:
             for rank in [self._rank, *session.incoming]:
                 keeper: ShardOwner[MappedShard[MappedSlot]] = ShardOwner()
-                keeper.shard = self._ask_for(rank, sizes[rank])
+                keeper.shard = self._register_shard(rank, sizes[rank])
                 made[rank] = keeper
         except (AgentLost, AgentRefused, OSError, ValueError) as error:
             problem = f"rank {self._rank}: {error}"
@@ -330,7 +330,7 @@ class Checkpointer:
         self._start_thread()
         return True
 
-    def _ask_for(self, rank: int, total_bytes: int) -> MappedShard[MappedSlot]:
+    def _register_shard(self, rank: int, total_bytes: int) -> MappedShard[MappedSlot]:
         session, home = self._session, self._session.homes[rank]
         assert session.client is not None
         message = local.Register(training=session.name, rank=rank, world=self._world, home=home, bytes=total_bytes)
@@ -396,7 +396,7 @@ class Checkpointer:
             self._begun, self._last = begun, self._session.version
             # half of the time that the other ranks wait for the digest
             patience_s = self._session.seal_timeout_s / 2 if self._report_landed(self._rank, index, "") else 0.0
-            reads = _digest_of(slot, stamp, own, clock.monotonic() + patience_s)
+            reads = _make_digest_reader(slot, stamp, own, clock.monotonic() + patience_s)
             self._exchange = Exchange(
                 self._comm, own, reads, self._session.outgoing, arrivals, self._chunk_bytes, self._report_arrival
             )
@@ -474,9 +474,9 @@ class Checkpointer:
 
         if MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
             self._interval.beside = True
-            threading.Thread(target=self._move, name="gemini-mpi", daemon=True).start()
+            threading.Thread(target=self._move_data, name="gemini-mpi", daemon=True).start()
 
-    def _move(self) -> None:
+    def _move_data(self) -> None:
         patience, moved = Patience(), False
         while not self._closed and not self._lost:
             with self._wake, self._catch_failures():
@@ -535,7 +535,7 @@ class Checkpointer:
             self.close()
 
 
-def _digest_of(slot: MappedSlot, stamp: Stamp, own: memoryview, until: float) -> Callable[[], str]:
+def _make_digest_reader(slot: MappedSlot, stamp: Stamp, own: memoryview, until: float) -> Callable[[], str]:
     """Return a function that returns the digest which the agent has made of a version, "" before that.
 
     An agent that is gone makes none. This rank makes it from the moment `until` on, so that the exchange ends.

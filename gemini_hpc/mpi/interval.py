@@ -77,14 +77,14 @@ class SaveInterval:
 
     # ---- measurements ----------------------------------------------------------------------------------
 
-    def enter(self) -> None:
+    def enter_step(self) -> None:
         """Record the beginning of a `step()`, so the end of an iteration of the program."""
         if self._left_at is not None:
             length_s = clock.monotonic() - self._left_at
             self._pace.note(length_s)
             self._budget.trained(length_s)
 
-    def leave(self) -> None:
+    def leave_step(self) -> None:
         """Record the end of a `step()`."""
         self._left_at = clock.monotonic()
 
@@ -92,7 +92,7 @@ class SaveInterval:
         """Record the seconds that the ranks' meeting in a `step()` took on this rank."""
         self._met_s = seconds
 
-    def spend(self, seconds: float) -> None:
+    def record_loss(self, seconds: float) -> None:
         """Record seconds that the program has lost now."""
         self._budget.spend(seconds)
 

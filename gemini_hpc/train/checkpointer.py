@@ -140,7 +140,7 @@ class Checkpointer:
             except UnknownTypeError as error:
                 self._unsupported = str(error)
             except Exception as error:  # e.g. the user's own state_dict() fails, but may work at step 1
-                session.find(f"the state could not be read yet: {type(error).__name__}: {error}")
+                session.record_finding(f"the state could not be read yet: {type(error).__name__}: {error}")
         meetings.meet("Checkpointer()")
         session.join(self._explain_unprotected(), told)
         self._engine.connect()
@@ -152,7 +152,7 @@ class Checkpointer:
             unsupported=self._unsupported,
             join_anew=self._join_anew,
             meetings=meetings,
-            later=uncaptured.tell_later,
+            later=uncaptured.postpone_sentence,
         )
         self._holding: failure_hold.Hold | None = None
         if session.client is not None:
@@ -373,7 +373,7 @@ class Checkpointer:
         if self._closed or self._session.forked:
             return
         if self._session.protected and self._holding is not None:
-            self._holding.exit()
+            self._holding.on_exit()
         self._end(success=False)
 
     @property

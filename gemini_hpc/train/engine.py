@@ -123,9 +123,9 @@ class SaveEngine:
     def join(self) -> Join | None:
         """Return the function that connects copies from GPU to GPU, or None if NCCL is not requested."""
         wanted = self._traffic.transport == "nccl" and self.transport is not None
-        return self._join if wanted and not self._session.redundancy.parity else None
+        return self._join_nccl if wanted and not self._session.redundancy.parity else None
 
-    def _join(self, tensors: list[torch.Tensor], layout: SlotLayout, all_ranks: Exchange) -> str:
+    def _join_nccl(self, tensors: list[torch.Tensor], layout: SlotLayout, all_ranks: Exchange) -> str:
         """Create this rank's NCCL endpoint and return "", or return the reason why none exists.
 
         See `planning.Join`.
@@ -170,7 +170,7 @@ class SaveEngine:
             )
             if self._traffic.transport == "nccl" and session.redundancy.parity:
                 odd = 'transport="nccl" cannot be used with parity: what goes into it travels over host'
-                session.find(odd)
+                session.record_finding(odd)
                 session.say_once(odd)
         elif session.world > 1 and self._control_group is None:
             self._control_group = collectives.build_own_group(self._ranks.group, _CONTROL_TIMEOUT)
@@ -200,9 +200,9 @@ class SaveEngine:
             session.gate,
             self.pacer,
             max_repeated=self._max_repeated,
-            say=session.note,
+            say=session.record_incident,
             broken=session.end_protection,
-            catch_up=self._catch_up,
+            catch_up=self._map_larger_slots,
             pins=self._create_pins(plan) if self.driver is None else None,
         )
         if self.driver is None:
@@ -248,7 +248,7 @@ class SaveEngine:
         def report_refusal(reason: str) -> None:
             slow = f"copies from the device are slow, because they pass through other memory: {reason}"
             told = f"rank {self._session.rank}: {slow}"
-            self._session.find(told)
+            self._session.record_finding(told)
             self._session.say(told)
 
         return Pins(pin, report_refusal) if pin is not None else None
@@ -279,11 +279,11 @@ class SaveEngine:
             self._traffic,
             session.rank,
             session.outgoing,
-            self._copy_bytes(plan),
+            self._compute_copy_bytes(plan),
             words,
             monitor,
             self.pacer,
-            StatsReporter(session.client, session.name, session.rank, self._profile_key(plan)),
+            StatsReporter(session.client, session.name, session.rank, self._build_profile_key(plan)),
             session.say,
             planner,
             self.driver,
@@ -295,16 +295,16 @@ class SaveEngine:
             dearest=partial(find_dearest, self._stateful),
         )
 
-    def _profile_key(self, plan: Plan) -> str:
+    def _build_profile_key(self, plan: Plan) -> str:
         """Return the key under which a training profile is stored.
 
         The key uses places, not node names: a replacement is a node of the same kind. If it is not, the profile does
         not hold.
         """
         over = "nccl " if self.driver is not None else ""
-        return stats_messages.profile_key(over + plan.packed.hex(), map(str, self._session.homes))
+        return stats_messages.build_profile_key(over + plan.packed.hex(), map(str, self._session.homes))
 
-    def _copy_bytes(self, plan: Plan) -> int:
+    def _compute_copy_bytes(self, plan: Plan) -> int:
         """Return the network bytes of one copy.
 
         With parity, return the average bytes that go to one other rank of the group.
@@ -340,9 +340,9 @@ class SaveEngine:
         self.replicator.adopt_plan(plan)
         self._report_live_nodes(plan)
         if self.controller is not None:
-            self.controller.resize(self._copy_bytes(plan), self._profile_key(plan))
+            self.controller.resize(self._compute_copy_bytes(plan), self._build_profile_key(plan))
 
-    def _catch_up(self) -> None:
+    def _map_larger_slots(self) -> None:
         for receiver in self.receivers:
             if isinstance(receiver, Reserved):
                 with suppress(AgentLost, AgentRefused):  # a later version fills the shard
@@ -350,7 +350,7 @@ class SaveEngine:
 
     def _record_difference(self, why: str) -> None:
         """Record that a copy made here differs from its home's shard. Called from the saving thread."""
-        self._session.note("differs", self._session.version, why)
+        self._session.record_incident("differs", self._session.version, why)
         if self.planning.replanning is not None:
             self.planning.replanning.request_comparison()
 
@@ -457,7 +457,7 @@ class SaveEngine:
         if -1 in words:
             session.state = "unprotected"
             if not verdict.reject():
-                session.find(f"rank {words.index(-1)} could not reserve its memory")
+                session.record_finding(f"rank {words.index(-1)} could not reserve its memory")
         return False
 
     # ---- the end ---------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class Hold:
         )
         wait_for_verdict(self._ask_verdict, self._hold_s, self._say)
 
-    def exit(self) -> None:
+    def on_exit(self) -> None:
         """Block at interpreter exit while a node is dead.
 
         The script has not declared the training's end, so it may have swallowed an error.

@@ -134,7 +134,7 @@ class OptimizerGate:
         if self._session.protected and self.job is not None:
             if self._engine.driver is not None:
                 self._engine.driver.fence()
-            self.wait_left(self.job)
+            self.wait_until_left(self.job)
 
     def on_capture(self) -> None:
         """End all copies before a CUDA graph is captured.
@@ -195,7 +195,7 @@ class OptimizerGate:
         elif self.forgone == session.version and controller is not None:
             self._wait_for_others(controller.patience_s)
         elif job is not None and controller is not None:
-            self.wait_left(job)
+            self.wait_until_left(job)
             if job.version == session.version:
                 controller.record_copy_wait(time.perf_counter() - began)
             capture = self._engine.planning.capture
@@ -203,13 +203,15 @@ class OptimizerGate:
             if job.version == session.version:
                 changed = capture.audit(job)
                 for key in changed if not job.hopeless else ():  # a void version is reported already
-                    session.note("changed", job.version, f"{key} changed between step() and the optimizer's step")
+                    session.record_incident(
+                        "changed", job.version, f"{key} changed between step() and the optimizer's step"
+                    )
             if controller.is_due(job.version):
-                self.wait_sealed(job, time.perf_counter() - began)
+                self.wait_for_seal(job, time.perf_counter() - began)
         if controller is not None and controller.scheme != "none" and session.protected:
             if session.guard.is_leaving():
                 self._stand_by(job)
-            session.guard.wait_sealed(self._find_indispensable(max(controller.repeats, self._max_repeated)))
+            session.guard.wait_for_seal(self._find_indispensable(max(controller.repeats, self._max_repeated)))
         spent = time.perf_counter() - began
         if controller is not None:
             controller.record_wait(spent, spent - (session.guard.waited_s - failing_s))
@@ -249,7 +251,7 @@ class OptimizerGate:
         resumed = self.resumed_from
         return resumed if resumed is not None and version <= resumed[1] else (self._session.epoch, version)
 
-    def wait_left(self, job: CaptureJob) -> None:
+    def wait_until_left(self, job: CaptureJob) -> None:
         """Wait until the copying thread has its data. A copy that has not begun in time is cancelled."""
         if job.left.is_set():
             return
@@ -263,7 +265,7 @@ class OptimizerGate:
         if not job.left.is_set() and not job.cancel():
             job.left.wait()  # a copy in memory is in progress: it ends
 
-    def wait_sealed(self, job: CaptureJob, waited_s: float = 0.0) -> None:
+    def wait_for_seal(self, job: CaptureJob, waited_s: float = 0.0) -> None:
         """Wait until this version is sealed, before the training goes on (R2).
 
         The wait is bounded: see `SealGate.wait`.
@@ -297,9 +299,9 @@ class OptimizerGate:
         gate.record_miss(job.version)
         if not (job.hopeless or gate.degraded or gate.is_abandoned(job.version)):
             controller.unsealed += 1
-            self._tell_late(job.version)
+            self._report_late(job.version)
 
-    def _tell_late(self, version: int) -> None:
+    def _report_late(self, version: int) -> None:
         """Report that the training goes on without the seal, although all else seems well (R2)."""
         session = self._session
         why = "not sealed when the training had to go on: a failure before the next seal repeats one more step"
@@ -326,10 +328,10 @@ class OptimizerGate:
             known = given or any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
             self._foreign[optimizer] = known
             if not given and not self._not_given.has_anywhere(optimizer):
-                self._tell_not_given(optimizer)
+                self._report_not_given(optimizer)
         return known
 
-    def _tell_not_given(self, optimizer: torch.optim.Optimizer) -> None:
+    def _report_not_given(self, optimizer: torch.optim.Optimizer) -> None:
         self._not_given_told += 1
         session = self._session
         if session.path and self._not_given_told <= _NOT_GIVEN:

@@ -26,12 +26,12 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
     path = os.environ.get(joining.SOCKET_ENV, "")
     ranks = arguments.build_ranks(process_group)
     distributed = ranks.group is not None
-    rank = ranks.rank if distributed else _number("RANK", 0)
-    world = ranks.world if distributed else _number("WORLD_SIZE", 1)
+    rank = ranks.rank if distributed else _read_number("RANK", 0)
+    world = ranks.world if distributed else _read_number("WORLD_SIZE", 1)
     found, why = 0, ""
     Meetings(ranks, name, lines.write_line).meet("peek()")
     if path:
-        local_rank = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0))
+        local_rank = _read_number("LOCAL_RANK", _read_number("SLURM_LOCALID", 0))
         hello = joining.build_hello(name, rank, world, local_rank, Tier.from_argument(tier))
         client = AgentClient(path, lambda welcome, exchange: False, lambda: None)
         try:
@@ -51,6 +51,6 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
     return found
 
 
-def _number(name: str, otherwise: int) -> int:
+def _read_number(name: str, otherwise: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else otherwise

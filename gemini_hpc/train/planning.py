@@ -145,7 +145,7 @@ class Planning:
                 ready = False
             except Exception as error:
                 failure = error
-        told = uncaptured.take_sentences()
+        told = uncaptured.pop_sentences()
         offers = self._exchange_offers(_Offer(ready=ready, entries=draft.shared if ready else [], told=told), failure)
         self._session.say_shared([o.told for o in offers])
         if not all(o.ready for o in offers):
@@ -193,7 +193,7 @@ class Planning:
             return [offer.word for offer in self._exchange_offers(_Offer(word=word), None)]
 
         if reason := join([get_local(leaf.tensor) for leaf in leaves], layout, gather_words):
-            self._session.find(f"transport: {reason}")
+            self._session.record_finding(f"transport: {reason}")
             self._session.say_once(f"copies go over host, not over NCCL: {reason}")
 
     def _exchange_offers(self, offer: _Offer, failure: Exception | None) -> list[_Offer]:
@@ -223,14 +223,14 @@ class Planning:
         """Allow that another plan follows the current one from now on."""
         self.replanning = Replanning(
             Divergence(gathered, alone, self._session.rank),
-            offer=self._offer_anew,
-            adopt=self._adopt,
+            offer=self._offer_plan,
+            adopt=self._adopt_plan,
             lose=self._session.end_protection,
             tensors=self._collect_tensors,
         )
         return self.replanning
 
-    def want(self, tensors: Iterable[torch.Tensor], misfits: Sequence[str] = (), *, agrees: bool) -> None:
+    def request_plan(self, tensors: Iterable[torch.Tensor], misfits: Sequence[str] = (), *, agrees: bool) -> None:
         """Request another plan for tensors that have no place in the present one.
 
         Args:
@@ -266,12 +266,12 @@ class Planning:
         session, why = self._session, str(error)
         if why not in self._told:
             self._told.add(why)
-            session.find(why)
+            session.record_finding(why)
             session.say(
                 f"rank {session.rank}: version {session.version} is not saved: {why}; protection goes on with the "
                 "next version"
             )
-        session.count("skipped")
+        session.count_unsaved("skipped")
         session.record_event("skipped", f"rank {session.rank}: {why}")
 
     def record_fit(self) -> None:
@@ -288,7 +288,7 @@ class Planning:
         leaves, _ = self._tree.find_leaves()
         return {leaf.key: get_local(leaf.tensor) for leaf in leaves}
 
-    def _offer_anew(self, closely: bool) -> bytes:
+    def _offer_plan(self, closely: bool) -> bytes:
         self._draft = None
         try:
             leaves, odd = self._tree.find_leaves()
@@ -309,7 +309,7 @@ class Planning:
             offer = _Offer(problem=f"rank {self._session.rank}: {error}")
         return msgspec.msgpack.encode(offer)
 
-    def _adopt(self, offered: Sequence[bytes]) -> None:
+    def _adopt_plan(self, offered: Sequence[bytes]) -> None:
         """Adopt the new plan from the next version on. Never raises."""
         try:
             self._adopt_offers(offered)
@@ -342,6 +342,6 @@ class Planning:
         self.capture, self._layout_bytes = plan.capture, plan.layout.total
         self._follow(plan)
         replanning.set_divergence(Divergence(gathered, plan.alone, session.rank))
-        session.find(f"version {session.version}: new plan: {replanning.reason}")
+        session.record_finding(f"version {session.version}: new plan: {replanning.reason}")
         session.say_once(f"new plan from version {session.version} on: {replanning.reason}")
         session.record_event("planned", f"rank {session.rank}: {replanning.reason}")

@@ -10,7 +10,7 @@ TIMEOUT_S = 30.0  # the agent of this node only records it
 MOST_TEXT = 300
 
 
-def record(client: AgentClient | None, message: local.Reject) -> tuple[bool, str]:
+def record_rejection(client: AgentClient | None, message: local.Reject) -> tuple[bool, str]:
     """Return whether this rank's agent has recorded the rejection, and the reason if it refuses.
 
     The reason is "" if no agent is reachable now.

@@ -112,8 +112,8 @@ class Restorer:
         if not shards:
             if welcome.rejected and not welcome.fresh:
                 self._give_up("; ".join(welcome.rejected))
-            session.leave_what_is_done()
-            session.tell_others()
+            session.exit_if_done()
+            session.report_others()
             return 0
         fetched = clock.time()
         own = next((s for s in shards if s.manifest.rank == session.rank), shards[session.rank % len(shards)])
@@ -127,11 +127,11 @@ class Restorer:
         )
         if mine:
             self._set_generators(small["rng"])
-        session.tell_resumed(began, fetched, len(shards))
-        session.tell_closed()
-        self._tell_data()
-        self._tell_counts(restore.read_saved_units(small, welcome.chosen_world))
-        self._tell_begins_anew()
+        session.report_resumed(began, fetched, len(shards))
+        session.report_closed()
+        self._report_data_to_skip()
+        self._report_counts(restore.read_saved_units(small, welcome.chosen_world))
+        self._report_not_restored()
         return session.version
 
     # ---- rejecting -------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Restorer:
         session = self._session
         self._meetings.meet("reject()", rejecting.MEET_S)
         fresh = session.is_true_on_all(fresh)
-        self._record(" ".join(str(reason).split())[: rejecting.MOST_TEXT] or "no reason given", fresh=fresh)
+        self._record_rejection(" ".join(str(reason).split())[: rejecting.MOST_TEXT] or "no reason given", fresh=fresh)
         if trained:
             session.try_again(f"version {self.resumed_at} is rejected ({reason})")
         session.say_once(f"version {self.resumed_at} is rejected: {reason}")
@@ -165,13 +165,13 @@ class Restorer:
             session.try_again("no version is left, and the training may start over")
         return version
 
-    def _record(self, reason: str, *, fresh: bool) -> None:
+    def _record_rejection(self, reason: str, *, fresh: bool) -> None:
         """Record the rejection at the agents, on at least one node. Collective."""
         session = self._session
         recorded, why = False, "nothing was loaded from memory or the tier"
         if self.found.stamp is not None and session.client is not None:
             message = local.Reject(session.name, session.rank, self.resumed_at, reason, fresh)
-            recorded, why = rejecting.record(session.client, message)
+            recorded, why = rejecting.record_rejection(session.client, message)
         if b"1" in session.gather_data(b"1" if recorded else b"0"):
             return
         if fresh and self.found.stamp is None:
@@ -202,13 +202,13 @@ class Restorer:
         if isinstance(self._loader, StatefulLoader):
             self._loader.run_before_next_batch(lambda: rng.restore(states))
 
-    def _tell_data(self) -> None:
+    def _report_data_to_skip(self) -> None:
         version = self._session.version
         if self._loader is None and version:
             steps = "1 step" if version == 1 else f"{version} steps"
             self._session.say_once(f"no loader was passed: the script itself has to skip {steps} of data")
 
-    def _tell_counts(self, then: Mapping[str, int]) -> None:
+    def _report_counts(self, then: Mapping[str, int]) -> None:
         """Report in which units another loader's position may count, if they differ now."""
         if self._loader is None or isinstance(self._loader, StatefulLoader):
             return
@@ -220,7 +220,7 @@ class Restorer:
                 "twice or left out. gemini_hpc.StatefulLoader counts them"
             )
 
-    def _tell_begins_anew(self) -> None:
+    def _report_not_restored(self) -> None:
         """Report which parts of the loaded version were not restored."""
         for line in self._tree.begins_anew:
             if self._session.protected:
@@ -251,9 +251,9 @@ class Restorer:
         if found.states is not None:
             self._set_generators(found.states)
         session.say_once(f"starts from {self._path}: {found.what} ({clock.time() - began:.2f} s)")
-        self._tell_data()
-        self._tell_counts(found.counts)
-        self._tell_begins_anew()
+        self._report_data_to_skip()
+        self._report_counts(found.counts)
+        self._report_not_restored()
         return session.version
 
     # ---- from the agents -------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
         if found is not None and found[1] in model and len(tree.optimizers) == 1:
             moments[found[1], found[2]] = key
     sizes = {name: (tuple(known[key].size), known[key].properties.dtype) for name, key in moments.items()}
-    _check(path, [_compare_shapes(key, tensor, tuple(known[key].size)) for key, tensor in targets.items()])
+    _check_problems(path, [_compare_shapes(key, tensor, tuple(known[key].size)) for key, tensor in targets.items()])
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         if moments:
@@ -190,7 +190,9 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
         except CheckpointException as error:
             causes = [str(cause).splitlines()[0][:200] for cause, _ in error.failures.values() if str(cause)]
             raise ValueError(f"{path}: cannot be loaded: {(causes or ['damaged'])[0]}") from None
-    return Started(0, f"{_count(model, moments)}, from torch.distributed.checkpoint{_describe_unread(tree)}")
+    return Started(
+        0, f"{_describe_counts(model, moments)}, from torch.distributed.checkpoint{_describe_unread(tree)}"
+    )
 
 
 def _from_file(tree: StateTree, path: str) -> Started:
@@ -205,23 +207,23 @@ def _from_file(tree: StateTree, path: str) -> Started:
     if saved is None:
         raise ValueError(f"{path}: has no tensors with the names of this model, such as {next(iter(model), '')}")
     prefix = _find_prefix(model, saved) or ""
-    _check(
+    _check_problems(
         path,
         [_compare_shapes(prefix + name, tensor, tuple(saved[prefix + name].shape)) for name, tensor in model.items()],
     )
     moments = _collect_moments(tree, content) if len(tree.optimizers) == 1 else {}
     with torch.no_grad():
         for name, tensor in model.items():
-            _fill(tensor, saved[prefix + name])
+            _fill_part(tensor, saved[prefix + name])
         if moments:
             _make_state(tree, {name: (tuple(t.shape), t.dtype) for name, t in moments.items()})
             targets = _find_targets(tree, {name: ".".join(name) for name in moments})
             for named, tensor in moments.items():
-                _fill(targets[".".join(named)], tensor)
-    return Started(0, f"{_count(model, moments)}, from torch.save{_describe_unread(tree)}")
+                _fill_part(targets[".".join(named)], tensor)
+    return Started(0, f"{_describe_counts(model, moments)}, from torch.save{_describe_unread(tree)}")
 
 
-def _count(model: Sized, moments: Sized) -> str:
+def _describe_counts(model: Sized, moments: Sized) -> str:
     return f"{len(model)} tensors and {len(moments)} of the optimizer"
 
 
@@ -232,7 +234,7 @@ def _describe_unread(tree: StateTree) -> str:
     return f"; not read: {extra[0]}{more}" if extra else ""
 
 
-def _check(path: str, problems: Iterable[str]) -> None:
+def _check_problems(path: str, problems: Iterable[str]) -> None:
     found = [problem for problem in problems if problem]
     if found:
         raise ValueError(f"{path}: does not fit this training: {'; '.join(found[:3])}")
@@ -286,7 +288,7 @@ def _walk_optimizers(value: Any, deep: int) -> Iterable[tuple[Mapping[Any, Any],
         yield from _walk_optimizers(item, deep - 1)
 
 
-def _fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+def _fill_part(tensor: torch.Tensor, saved: torch.Tensor) -> None:
     """Copy this rank's part of a whole tensor."""
     if isinstance(tensor, DTensor):
         size, offset = compute_local_box(tensor)

@@ -41,21 +41,21 @@ class Uncaptured:
         """
         found = self.find()
         with suppress(Exception):
-            found += self._join()
+            found += self._describe_join()
         with suppress(Exception):  # classes of others may raise
             found += self._not_given.list_sentences()
         return found
 
-    def tell_later(self, sentence: str) -> None:
+    def postpone_sentence(self, sentence: str) -> None:
         """Keep a sentence until the ranks next plan together, in each `step()` until they have a plan."""
         self._later.append(sentence)
 
-    def take_sentences(self) -> list[str]:
+    def pop_sentences(self) -> list[str]:
         """Return and forget the sentences kept for later."""
         found, self._later = self._later, []
         return found
 
-    def _join(self) -> list[str]:
+    def _describe_join(self) -> list[str]:
         """Return a sentence if the training runs inside DDP.join.
 
         Once a rank has no more batches, the ranks no longer mean the same by a version.

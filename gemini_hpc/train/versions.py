@@ -64,7 +64,7 @@ class Versions:
                 session.end_protection(f"{type(error).__name__}: {error}")
         self._ship(None)
 
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         """Return whether the captured state is complete at this `step()`.
 
         Gradients that wait for an optimizer step are not captured.
@@ -74,25 +74,25 @@ class Versions:
         gate = self._gate
         self.unseen = False
         if gate.stepped or (scale != before and not gate.strange):
-            self._tell_unstepped()
+            self._report_unstepped()
             self._stillness.forget()
             return True  # after a lower scale: the scaler skipped the optimizer, in an iteration like any other
         if self._stillness.detect_change(get_local(param.tensor) for param in self._tree.params):
             self._unstepped = 0
             self.unseen = not gate.adopt_strange_graph()
             if self.unseen:
-                self._tell_unseen()
+                self._report_unseen()
             else:
                 self._stillness.forget()
             return not self.unseen
-        self._tell_unstepped()
+        self._report_unstepped()
         grads = any(
             p.grad is not None for o in self._tree.optimizers for group in o.param_groups for p in group["params"]
         )
         self._unstepped = self._session.version if grads else 0
         return not (grads or gate.strange)
 
-    def _tell_unstepped(self) -> None:
+    def _report_unstepped(self) -> None:
         """Report, once, that the previous version was not saved.
 
         Only now is it certain that no write changed its weights.
@@ -106,7 +106,7 @@ class Versions:
                 "version is not saved. Call step() once per optimizer step",
             )
 
-    def _tell_unseen(self) -> None:
+    def _report_unseen(self) -> None:
         """Report, once, that weights change without an optimizer step."""
         if self._told_unseen:
             return
@@ -138,9 +138,9 @@ class Versions:
         session = self._session
         text = f"step() at version {version}{why}"
         if session.verdict.awaited and self._engine.planning.capture is None:
-            self._uncaptured.tell_later(text)
+            self._uncaptured.postpone_sentence(text)
         else:
-            session.find(text)
+            session.record_finding(text)
             session.say(f"rank {session.rank}: {text}")
 
     def _capture_step(self) -> None:
@@ -148,7 +148,7 @@ class Versions:
         complete, leaves, odd = False, list[Leaf](), dict[tuple[int, str, str], Any]()
         failure: Exception | None = None
         try:
-            complete = self._complete()
+            complete = self._is_complete()
             if session.verdict.awaited:
                 leaves, odd = self._tree.find_leaves()
         except Exception as error:
@@ -174,7 +174,7 @@ class Versions:
         assert capture is not None and engine.replicator is not None and controller is not None
         saves = controller.saves(session.version)
         if not complete:
-            session.count("unstepped")
+            session.count_unsaved("unstepped")
             self._owed = self._owed or (saves and engine.driver is None)
             return
         owed, self._owed = self._owed, False
@@ -234,11 +234,11 @@ class Versions:
             planning.unlifted |= capture.lifted.find_missing(small.lifted)
             large = [tensor for name, tensor in small.unplanned.items() if name not in planning.unlifted]
             large += [leaf.tensor for leaf in late if leaf.key not in planning.unplanned]
-            planning.want(
+            planning.request_plan(
                 large, [f"{name} is gone from the training state" for name in gone], agrees=engine.ranks_agree
             )
         if gone:
-            session.note(
+            session.record_incident(
                 "skipped", session.version, f"{gone[0]} has changed since the state was divided among the ranks"
             )
             self._gate.forgone = session.version
@@ -252,7 +252,7 @@ class Versions:
         self._ship(job)
         engine.replicator.submit(job)
         if engine.controller.scheme == "blocking":
-            self._gate.wait_sealed(job)
+            self._gate.wait_for_seal(job)
 
     def _skip_if_early(self) -> bool:
         """Return whether this version is skipped because the previous one is still being sent."""
@@ -268,7 +268,7 @@ class Versions:
         quiet_s = engine.controller.compute_quiet_s(session.seal_timeout_s)
         if late and clock.monotonic() - engine.pacer.progress_at > quiet_s:
             session.gate.degrade(f"version {job.version if job else 0} makes no more progress")
-        session.note("skipped", session.version, "the version before this one is still on its way")
+        session.record_incident("skipped", session.version, "the version before this one is still on its way")
         return True
 
     def _skip_mismatched(self, misfits: Mapping[str, str]) -> None:
@@ -282,10 +282,10 @@ class Versions:
         """
         session, planning = self._session, self._engine.planning
         why = next(iter(misfits.values()))
-        planning.want((), (why,), agrees=self._engine.ranks_agree)
+        planning.request_plan((), (why,), agrees=self._engine.ranks_agree)
         if planning.record_mismatches(misfits):
             session.say(f"rank {session.rank}: version {session.version} skipped: {why}; making a new plan")
-        session.count("skipped")
+        session.count_unsaved("skipped")
         session.record_event("skipped", f"rank {session.rank}: {why}")
         self._gate.forgone = session.version
 

@@ -399,7 +399,7 @@ class BlockingLink:
         self.sock.sendall(self._out.seal(protocol.encode(message)), socket.MSG_MORE if more else 0)
 
     def send_file(self, fd: int, offset: int, length: int) -> None:
-        """Send raw bytes of a file on a `bound` link, without copying them into this process.
+        """Send raw bytes of a file after `limit_silence`, without copying them into this process.
 
         The bytes must not change before the other end has received them.
 
@@ -485,7 +485,7 @@ class BlockingLink:
             raise LinkClosed(str(exc)) from None
         return message
 
-    def bound(self, silent_s: float) -> None:
+    def limit_silence(self, silent_s: float) -> None:
         """Limit each call on the socket, and the detection of a dead host, to about `silent_s` seconds.
 
         The kernel does the waiting, so a whole chunk passes in one call. The socket is blocking from here on.

@@ -29,7 +29,7 @@ class LocalClient:
     def __init__(self, sock: socket.socket, pid: int, uid: int) -> None:
         self._sock, self.pid, self.uid = sock, pid, uid
         self.closed = asyncio.Event()
-        self._process = _process(sock, pid)
+        self._process = _open_process(sock, pid)
 
     def signal(self, number: int) -> None:
         """Send a signal to exactly the process that connected.
@@ -64,7 +64,7 @@ class LocalClient:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
 
-def _process(sock: socket.socket, pid: int) -> int:
+def _open_process(sock: socket.socket, pid: int) -> int:
     """Return a descriptor of the process that connected, or -1 if it has ended or is not visible from here.
 
     A child of the process can keep the connection open after the process ends. The pid may then belong to another
@@ -110,9 +110,9 @@ class LocalServer:
         self._clients: set[LocalClient] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
-        self._sock = self._bound()
+        self._sock = self._bind_socket()
 
-    def _bound(self) -> socket.socket:
+    def _bind_socket(self) -> socket.socket:
         with suppress(FileNotFoundError):
             os.unlink(self._path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -132,7 +132,7 @@ class LocalServer:
         Raises:
             OSError: The new socket could not be made; the server is unchanged.
         """
-        before, self._sock = self._sock, self._bound()
+        before, self._sock = self._sock, self._bind_socket()
         self._deafen(before)
 
     def _deafen(self, sock: socket.socket) -> None:

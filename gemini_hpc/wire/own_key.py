@@ -60,13 +60,17 @@ def find(job: int) -> bytes | None:
     """
     try:
         with os.scandir(os.path.expanduser(_DIRECTORY)) as entries:
-            files = [(entry.stat(follow_symlinks=False).st_mtime, entry.path) for entry in entries if _is(entry, job)]
+            files = [
+                (entry.stat(follow_symlinks=False).st_mtime, entry.path)
+                for entry in entries
+                if _is_key_of(entry, job)
+            ]
     except OSError:
         return None
     return keyed.read_key(max(files)[1], os.geteuid()) if files else None
 
 
-def _is(entry: os.DirEntry[str], job: int) -> bool:
+def _is_key_of(entry: os.DirEntry[str], job: int) -> bool:
     return entry.name.rpartition(".")[2] == str(job)
 
 

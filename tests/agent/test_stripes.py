@@ -34,7 +34,7 @@ def links() -> tuple[BlockingLink, BlockingLink]:
     near_link = BlockingLink(near, LinkSession(one, other, 0, "n2", "i", 0, "push", 7))
     far_link = BlockingLink(far, LinkSession(other, one, 0, "n1", "i", 0, "push", 7))
     for link in (near_link, far_link):
-        link.bound(5.0)
+        link.limit_silence(5.0)
     return near_link, far_link
 
 

@@ -22,7 +22,7 @@ SLURM = {
 
 
 def test_ranks_follow_the_place_and_not_slurms_task_numbers() -> None:
-    found = placing.rank_environment(SLURM, local.Place(0, 3, "n2", 20000))
+    found = placing.build_rank_environment(SLURM, local.Place(0, 3, "n2", 20000))
     assert found == {
         "RANK": "1",
         "WORLD_SIZE": "6",

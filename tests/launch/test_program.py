@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.launch.import_log import ImportLog
-from gemini_hpc.launch.program import Program, get, list_imports
+from gemini_hpc.launch.program import Program, import_names, list_imports
 from gemini_hpc.wire.ports import compute_attempt_port
 
 SCRIPT = """
@@ -81,8 +81,8 @@ def test_mpi_is_left_to_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("__init__.py", "MPI.py"):
         (tmp_path / "mpi4py" / name).write_text("raise AssertionError('MPI begins')\n")
     before = {name for name in sys.modules if name.partition(".")[0] == "mpi4py"}
-    get("mpi4py")
-    get("mpi4py.MPI")
+    import_names("mpi4py")
+    import_names("mpi4py.MPI")
     assert {name for name in sys.modules if name.partition(".")[0] == "mpi4py"} == before
 
 
@@ -133,9 +133,9 @@ def test_what_a_rank_imports_is_imported_by_its_launcher(tmp_path: Path, monkeyp
             log.find_spec(name)
         log.read()
         assert 0 < (log.compute_wait_s() or 0) <= 2.0
-        log.take_one()
+        log.import_next()
         assert "lazily_imported" in sys.modules
-        log.take_one()
+        log.import_next()
         assert log.compute_wait_s() is None and "broken_one" not in sys.modules
     finally:
         sys.modules.pop("lazily_imported", None)

@@ -9,7 +9,7 @@ from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import commit_record
 from gemini_hpc.format.commit_record import Committed
-from gemini_hpc.mpi.checkpointer import _digest_of
+from gemini_hpc.mpi.checkpointer import _make_digest_reader
 
 STAMP, BYTES = Stamp(2, 7), 8192
 
@@ -26,7 +26,7 @@ def commit(into: MappedSlot, stamp: Stamp, told: str) -> None:
 
 def test_the_agents_digest_is_taken_once_it_is_there() -> None:
     own = slot()
-    read = _digest_of(own, STAMP, own.view(), float("inf"))
+    read = _make_digest_reader(own, STAMP, own.view(), float("inf"))
     assert not read()
     commit(own, Stamp(2, 6), "a" * 32)
     assert not read(), "that is of the version before"
@@ -39,4 +39,4 @@ def test_without_an_agent_the_rank_makes_it() -> None:
     own = slot()
     os.close(own.fd)
     own.fd = -1
-    assert _digest_of(own, STAMP, own.view(), 0.0)() == digest(own.view())
+    assert _make_digest_reader(own, STAMP, own.view(), 0.0)() == digest(own.view())

@@ -55,7 +55,7 @@ class Ranks:
         self.version += 1
         for rank, cost in zip(self.all, costs, strict=True):
             self.hand.now_s += cost[0]
-            rank.enter()
+            rank.enter_step()
             self.hand.now_s -= cost[0]
         saves = {rank.saves(self.version) for rank in self.all}
         assert len(saves) == 1, "some ranks would wait for the others for ever"
@@ -65,14 +65,14 @@ class Ranks:
             for rank, (_, own_s, sealed_s, met_s) in zip(self.all, costs, strict=True):
                 rank.record_meeting(met_s)
                 rank.adopt_needs(needs, self.version)
-                rank.spend(own_s)
+                rank.record_loss(own_s)
                 rank.record_cost(own_s)
                 if sealed_s:
                     rank.latency.begin_version(VersionTimes(self.version, taken_at=0.0))
                     self.seal = (1, self.version), sealed_s
                     rank.latency.poll()
         for rank in self.all:
-            rank.leave()
+            rank.leave_step()
 
 
 @given(

@@ -136,7 +136,7 @@ class BlockingLink(link.BlockingLink):
             take(view[at : at + n])
             at += n
 
-    def bound(self, silent_s: float) -> None:
+    def limit_silence(self, silent_s: float) -> None:
         self.sock.settimeout(silent_s)
         self.sock.user_timeout_s = silent_s
         self.sock.setsockopt(link.socket.SOL_SOCKET, link.socket.SO_KEEPALIVE, 1)

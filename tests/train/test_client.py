@@ -19,7 +19,7 @@ from gemini_hpc.wire import local
 from .fake_agent import FakeJob
 
 MakeJob = Callable[[int, int], FakeJob]
-KEY = stats_messages.profile_key("model", ["n1"])
+KEY = stats_messages.build_profile_key("model", ["n1"])
 HELLO = local.build_hello(training="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
 
 

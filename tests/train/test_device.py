@@ -227,7 +227,7 @@ def test_collectives_of_several_streams_and_laps() -> None:
     front.record_collective(mark(1.0), mark(2.0))
     front.record_arrival(mark(7.0))
     front.record_pass(mark(7.5))
-    front.step(mark(8.0))
+    front.begin_iteration(mark(8.0))
     front.record_collective(mark(9.0), mark(9.5))
     seen = []
     for now in (0.5, 1.5, 3.0, 5.5, 6.5, 7.2, 7.6, 8.5, 9.2, 10.0):

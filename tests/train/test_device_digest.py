@@ -140,7 +140,7 @@ def test_without_a_whole_piece_nothing_is_launched(kernel: FakeKernel) -> None:
 
 
 def test_a_device_is_compared_with_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert digest.fault(HERE) == ""
+    assert digest.find_fault(HERE) == ""
 
     class Wrong(FakeKernel):
         def __getitem__(self, grid: tuple[int]) -> Any:
@@ -153,13 +153,13 @@ def test_a_device_is_compared_with_the_processor(monkeypatch: pytest.MonkeyPatch
             return wrong
 
     monkeypatch.setattr(digest, "_load_kernel", Wrong)
-    assert "not those of the processor" in digest.fault(HERE)
+    assert "not those of the processor" in digest.find_fault(HERE)
 
     def missing() -> Any:
         raise ModuleNotFoundError("No module named 'triton'")
 
     monkeypatch.setattr(digest, "_load_kernel", missing)
-    assert digest.fault(HERE) == "ModuleNotFoundError: No module named 'triton'"
+    assert digest.find_fault(HERE) == "ModuleNotFoundError: No module named 'triton'"
 
 
 # Half a minute of work: the interpreter takes every operation by itself.

@@ -59,7 +59,7 @@ def test_everything_comes_in_pieces(copied: list[int]) -> None:
     ]
     targets = [torch.zeros_like(s, memory_format=torch.contiguous_format) for s in sources]
     copies = HostCopies(LiveDevice(1, 1), everything)
-    copies.bring(copies.mark(), zip(targets, sources, strict=True))
+    copies.bring(copies.record_mark(), zip(targets, sources, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
     assert sum(copied) == sum(s.nbytes for s in sources)
     assert sorted(copied)[-1] == sources[5].nbytes and sorted(copied)[-2] == 1000
@@ -177,7 +177,7 @@ def test_memory_that_cuda_may_not_lock_is_told_with_the_limit(
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaGetErrorString=lambda _: "out of memory")
     monkeypatch.setattr(cuda, "_cuda", SimpleNamespace(cudart=lambda: runtime))
-    monkeypatch.setattr(cuda, "_from_any_thread", nullcontext)
+    monkeypatch.setattr(cuda, "_allow_any_thread", nullcontext)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     memory, said = slots(2), list[str]()
     monkeypatch.setattr(torch, "zeros", remembered)

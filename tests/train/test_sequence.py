@@ -219,7 +219,7 @@ def test_a_resume_says_whether_it_has_the_end(version: int, end: str) -> None:
     session: Any = SimpleNamespace(
         welcome=SimpleNamespace(closed=6), version=version, _what="training", name="default", say_once=said.append
     )
-    RankSession.tell_closed(session)
+    RankSession.report_closed(session)
     assert len(said) == 1 and f"was closed at version 6 by an earlier start: {end}. A script" in said[0]
 
 

@@ -145,10 +145,10 @@ def test_what_is_not_known_stays_so() -> None:
 
 
 def test_keys_of_profiles() -> None:
-    key = stats_messages.profile_key("a model", ["n1", "n2"])
-    assert key == stats_messages.profile_key("a model", ("n1", "n2"))
+    key = stats_messages.build_profile_key("a model", ["n1", "n2"])
+    assert key == stats_messages.build_profile_key("a model", ("n1", "n2"))
     others = [("a model", ["n2", "n1"]), ("a model", ["n1n2"]), ("a", [" model", "n1", "n2"]), ("a model", ["n1"])]
-    assert len({key, *(stats_messages.profile_key(*other) for other in others)}) == 5
+    assert len({key, *(stats_messages.build_profile_key(*other) for other in others)}) == 5
     kept = stats_messages.build_cache_bytes("s", 0, key, b"x" * local.MAX_KEPT_BYTES)
     assert kept is not None and taken(kept) == kept
     assert stats_messages.build_cache_bytes("s", 0, key, b"x" * (local.MAX_KEPT_BYTES + 1)) is None

@@ -39,7 +39,7 @@ class Scene:
 
     def held(self, version: int = 7) -> float:
         began = self.now
-        self.brake.wait_sealed((3, version))
+        self.brake.wait_for_seal((3, version))
         return self.now - began
 
     def at(self, when: float, action: Callable[[], None]) -> None:

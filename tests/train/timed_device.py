@@ -94,7 +94,7 @@ class TimedDevice:
         self.compute(0.0)
         return TimedMark(self, self._computed)
 
-    def end(self, work: Any) -> TimedMark:
+    def record_end(self, work: Any) -> TimedMark:
         assert work is None
         return TimedMark(self, self._communicated)
 
@@ -120,7 +120,7 @@ class LaggingDevice(TimedDevice):
             ahead_s = self._computed - self.clock()
         time.sleep(max(0.0, ahead_s - AHEAD_S))
 
-    def end(self, work: Any) -> TimedMark:
+    def record_end(self, work: Any) -> TimedMark:
         with self._lock:
             self.collective(self._collective_s)
             self.join()

@@ -39,7 +39,7 @@ def pair() -> Ends:
     receiver = BlockingLink(there, LinkSession(other, one, 0, "n2", "i", 0, "push", 1))
     for link in (sender, receiver):
         link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.bound(5.0)
+        link.limit_silence(5.0)
     return Ends(sender, receiver)
 
 

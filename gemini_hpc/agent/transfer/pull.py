@@ -336,7 +336,7 @@ def _describe_content(copy: Copy) -> tuple[object, ...]:
 def _dial(source: Source) -> Iterator[BlockingLink]:
     link = BlockingLink.connect(source.address, source.port, source.client, SILENCE_S)
     try:
-        link.bound(SILENCE_S)
+        link.limit_silence(SILENCE_S)
         yield link
     finally:
         link.close()

@@ -66,7 +66,7 @@ class _Serving:
             OSError: The connection fails.
         """
         try:
-            link.bound(SILENCE_S)
+            link.limit_silence(SILENCE_S)
             ask = self._first
             while self._answer(link, ask):
                 ask = link.receive(peer.PullAsk)

@@ -170,7 +170,7 @@ class PushReceiver:
             most = 1 if parity else stripes.count_connections()
             offers = msgspec.UNSET if parity or not self._rdma.is_ready else True
             push.link = await link.block(peer.PushAnswer(push=push.name, stripes=most, rdma=offers))
-            push.link.bound(SILENCE_S)
+            push.link.limit_silence(SILENCE_S)
             if push.stopped:
                 raise LinkClosed("cancelled by a new recovery round")
             loop = asyncio.get_running_loop()
@@ -205,7 +205,7 @@ class PushReceiver:
         stripe = push.beside[ask.number] = _Stripe()
         try:
             stripe.link = await link.block(peer.PushAnswer())
-            stripe.link.bound(SILENCE_S)
+            stripe.link.limit_silence(SILENCE_S)
             if not push.stopped:
                 await run_beside(f"gemini-pushed-{ask.rank}-{ask.number}", lambda: self._receive_beside(push, stripe))
         finally:

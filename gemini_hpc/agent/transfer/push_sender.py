@@ -520,7 +520,7 @@ class Channel:
     def _use_links(self, links: list[BlockingLink]) -> None:
         self._forget_link()
         for one in links:
-            one.bound(SILENCE_S)
+            one.limit_silence(SILENCE_S)
         link = Stripes(links, f"gemini-push-{self.rank}")
         thread = threading.Thread(target=self._read, args=(link,), name=f"gemini-acks-{self.rank}", daemon=True)
         with self._lock:

@@ -28,7 +28,7 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 @cache
-def _exchange() -> Any:
+def _load_exchange() -> Any:
     """Return the loaded CUDA runtime's cudaThreadExchangeStreamCaptureMode.
 
     Return None where the runtime that torch has loaded cannot be found or lacks the function.
@@ -41,9 +41,9 @@ def _exchange() -> Any:
 
 
 @contextmanager
-def _from_any_thread(index: int) -> Iterator[None]:
+def _allow_any_thread(index: int) -> Iterator[None]:
     """Select this device and do not disturb a graph that another thread captures."""
-    exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
+    exchange, mode = _load_exchange(), ctypes.c_int(_RELAXED)
     with torch.cuda.device(index):
         if exchange is not None:
             exchange(ctypes.byref(mode))
@@ -64,12 +64,12 @@ class CudaEvent:
 
     def query(self) -> bool:
         """Return whether the stream has reached this event."""
-        with _from_any_thread(self._index):
+        with _allow_any_thread(self._index):
             return bool(self.event.query())
 
     def count_seconds_since(self, earlier: Any) -> float:
         """Return the seconds from another event to this one; both must have been reached."""
-        with _from_any_thread(self._index):
+        with _allow_any_thread(self._index):
             return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
@@ -120,7 +120,7 @@ class CudaStream:
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Enqueue a copy from the second of each pair into the first."""
-        with torch.no_grad(), _from_any_thread(self.stream.device_index), torch.cuda.stream(self.stream):
+        with torch.no_grad(), _allow_any_thread(self.stream.device_index), torch.cuda.stream(self.stream):
             for into, source in pairs:
                 into.copy_(source, non_blocking=True)
 
@@ -152,7 +152,7 @@ class CudaDevice:
         return bool(dist.distributed_c10d._world.pg_coalesce_state)
 
 
-def handle(stream: Stream) -> int:
+def get_handle(stream: Stream) -> int:
     """Return the stream's CUDA handle, as NCCL takes it."""
     assert isinstance(stream, CudaStream)
     return int(stream.stream.cuda_stream)
@@ -178,7 +178,7 @@ class Pinned:
         """
         self._memory: torch.Tensor | None = memory
         self._index = torch.cuda.current_device() if index is None else index
-        with _from_any_thread(self._index):
+        with _allow_any_thread(self._index):
             self._runtime = _cuda.cudart()
             result = self._runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
             if int(result):
@@ -194,7 +194,7 @@ class Pinned:
         """Unpin the mapping. Call before the mapping ends, when the device has finished its copies."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            with _from_any_thread(self._index):
+            with _allow_any_thread(self._index):
                 self._runtime.cudaHostUnregister(memory.data_ptr())  # fails where CUDA has shut down before us
 
 

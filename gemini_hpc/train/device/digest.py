@@ -11,7 +11,7 @@ Pieces with bytes of some tensors are left out, so that only the agent makes the
 contiguous, or a conjugate or negative view. Or it has more bytes than a block, and is on the host or not aligned to 8
 bytes. The slot's first and last pieces are left out, too: they have bytes that are no tensor's.
 
-Triton compiles the kernel. The tests run it in Triton's interpreter; it has not been run on a device. `fault`
+Triton compiles the kernel. The tests run it in Triton's interpreter; it has not been run on a device. `find_fault`
 compares it with the processor, and has to be asked first.
 
 No training uses these digests so far, only `python -m benchmarks.gpu`.
@@ -150,7 +150,7 @@ def read_digests(found: torch.Tensor) -> list[bytes]:
     return [raw[at : at + PIECE_DIGEST_BYTES] for at in range(0, len(raw), PIECE_DIGEST_BYTES)]
 
 
-def fault(device: torch.device) -> str:
+def find_fault(device: torch.device) -> str:
     """Return why digests cannot be made on this device; "" once some have been found equal to the processor's.
 
     The call compiles the kernel, which takes some seconds. It enqueues on the current stream, and waits.

@@ -31,7 +31,7 @@ class HostCopies:
         self._device, self._stream = device, device.create_stream()
         self.holds = holds
 
-    def mark(self) -> Event:
+    def record_mark(self) -> Event:
         """Record an event behind all that this thread has launched, at step()."""
         return self._device.get_current_stream().record()
 

@@ -43,7 +43,7 @@ class Device(Protocol):
     def record_mark(self) -> Event:
         """Record a mark behind all that this thread has launched on its current stream."""
 
-    def end(self, work: Any) -> Event:
+    def record_end(self, work: Any) -> Event:
         """Record a mark at the end of a collective that this thread has just launched.
 
         Args:
@@ -132,7 +132,7 @@ class Front:
 
     # ---- called by the threads that launch ------------------------------------------------------------------
 
-    def step(self, mark: Event) -> None:
+    def begin_iteration(self, mark: Event) -> None:
         """Record that the next iteration begins."""
         with self._lock:
             self._advance()  # drops the laps that the device has ended, also where nobody polls

@@ -46,7 +46,7 @@ class Streams:
         """Record an event behind all that this thread has launched on its current stream."""
         return CudaEvent(torch.cuda.current_stream())
 
-    def end(self, work: Any) -> Event:
+    def record_end(self, work: Any) -> Event:
         """Record an event at the end of a collective that this thread has just launched.
 
         Args:

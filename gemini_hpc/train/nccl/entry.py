@@ -97,7 +97,7 @@ class OverNccl:
                 session.homes[rank],
                 session.gate,
                 seal_timeout_s=session.seal_timeout_s,
-                say=session.note,
+                say=session.record_incident,
                 driver=self.driver,
             )
             for rank in session.incoming

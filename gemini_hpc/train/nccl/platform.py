@@ -95,7 +95,7 @@ class CudaPlatform:
         """Return a connected communicator, after a first message along every link."""
         assert self._library is not None
         torch.cuda.synchronize()
-        made = NcclCommunicator(self._library, rank, len(links.sizes), cuda.handle)
+        made = NcclCommunicator(self._library, rank, len(links.sizes), cuda.get_handle)
         try:
             made.connect(unique_id, CONNECT_S)
             made.warm(device.create_stream(), *first_messages(device, rank, links), CONNECT_S)

@@ -396,7 +396,7 @@ class CollectiveMonitor:
                 done, self._iteration = self._iteration, Iteration(self._recording, event)
                 self.launched_before, self._launched = self._launched, 0
                 if event is not None and self._front is not None:
-                    self._front.step(event)
+                    self._front.begin_iteration(event)
                 elif event is not None and self._flight is not None:
                     self._front = Front(event, clock.monotonic)
             self._number += 1
@@ -523,7 +523,7 @@ class CollectiveMonitor:
             return begun  # type: ignore[no-any-return]
         if not self._device.is_grouping():
             with suppress(RuntimeError):
-                return self._device.end(work)
+                return self._device.record_end(work)
         return After(begun, size() / self.bytes_per_s, clock.monotonic)
 
     def _runs_it(self, backend: str) -> bool:

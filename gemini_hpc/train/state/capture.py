@@ -314,7 +314,7 @@ class Capture:
 
     def mark(self) -> Event | None:
         """Return an event at the present position of the training's device; None without a device."""
-        return self._copies.mark() if self._copies is not None else None
+        return self._copies.record_mark() if self._copies is not None else None
 
     def begin_job(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> CaptureJob:
         """Begin the capture of a version: copy eager tensors now, record the others."""
