@@ -129,7 +129,7 @@ def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.
     if len(idle) < NODES:
         raise RefusedError(f"{len(idle)} nodes of {partition} are idle, and the canary needs {NODES}: try later")
     for node in idle:
-        if problem := canary.call(settings.canary_program, "check", node, 0):
+        if problem := canary.call_program(settings.canary_program, "check", node, 0):
             raise RefusedError(f"what is taken away on {node} could not be undone: {problem}")
     return settings, who, idle
 
@@ -138,7 +138,7 @@ def run(facts: HostFacts, partition: str, user: str, yes: bool) -> int:
     """Run the canary. Return the exit status: 0 if the job came back with the same bits and all is undone."""
     show = demo.Show()
     try:
-        if not os.geteuid() and (earlier := canary.left()) is not None:
+        if not os.geteuid() and (earlier := canary.read_taken()) is not None:
             show.print_title(f"an earlier canary has left {earlier.node} taken away: it is brought back first")
             if not canary.undo(earlier, show.say):
                 return 1
@@ -194,7 +194,7 @@ def _run_jobs(site: SiteJobs, partition: str, program: str, show: demo.Show) -> 
 
 def _stop_node(site: SiteJobs, run: demo.TrainingRun, taken: canary.Taken, show: demo.Show) -> None:
     run.cut_at.append(clock.time())
-    if problem := canary.call(taken.program, "stop", taken.node, taken.job):
+    if problem := canary.call_program(taken.program, "stop", taken.node, taken.job):
         raise demo.DemoFailed(problem)
     show.print_title(f"*** agent and slurmd of {taken.node} stopped, in iteration {run.read_step() + 1} ***")
     end = clock.monotonic() + NOTICED_S

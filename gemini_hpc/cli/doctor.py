@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     for name in _list_unknown_warnings(facts, known):
         frame.print_error("doctor", f"accepted_warnings names no check: {name[:60]!r}")
     roles, slurm = sorted(_read_roles(facts)), _read_release(facts)
-    d = report.document(findings, facts.here, roles, user(facts.uid), slurm, status, clock.time())
-    result = frame.Result(d, lambda d: report.text(d, columns.measure_width()), status)
+    d = report.build_document(findings, facts.here, roles, user(facts.uid), slurm, status, clock.time())
+    result = frame.Result(d, lambda d: report.format_document(d, columns.measure_width()), status)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
         print(result.format(args.json), flush=True)
         os._exit(status)  # a hanging check would hold up the end of this process
@@ -111,7 +111,7 @@ def _examine_cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result
     from gemini_hpc.report import columns
     from gemini_hpc.slurm import Slurm
 
-    why = cluster.need_root()
+    why = cluster.find_rights_problem()
     if args.only or args.host_role != "auto":
         why = "--cluster goes with neither --only nor --host-role"
     try:
@@ -122,8 +122,8 @@ def _examine_cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result
         raise frame.UsageError(why)
     here = facts.here
     rows = cluster.gather(nodes, partitions, facts.config_path, here.settings_sha256)
-    d = cluster.document(rows, here.host, here.settings_sha256, clock.time())
-    text = cluster.text(rows, here.host, here.settings_sha256, columns.measure_width())
+    d = cluster.build_document(rows, here.host, here.settings_sha256, clock.time())
+    text = cluster.format_table(rows, here.host, here.settings_sha256, columns.measure_width())
     return frame.Result(d, lambda _: text, d["status"])
 
 

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> frame.Result:
         raise frame.UsageError("it never edits Slurm's files: run it with --dry-run")
     path = os.path.abspath(args.slurm_conf)
     try:
-        needs = site_lines.needs(path, site_lines.release(path))
+        needs = site_lines.list_needs(path, site_lines.read_release(path))
     except OSError as error:
         raise frame.UsageError(f"{error.filename or path}: {error.strerror}") from None
     document = {"schema": SCHEMA, "slurm_conf": path, "lines": [asdict(need) for need in needs]}

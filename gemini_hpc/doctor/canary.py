@@ -64,7 +64,7 @@ def is_own(taken: Taken, node: Node) -> bool:
     return node.is_withheld and node.reason.startswith(ours)
 
 
-def call(program: str, verb: str, node: str, job: int) -> str:
+def call_program(program: str, verb: str, node: str, job: int) -> str:
     """Run the site's program. Return what went wrong, "" if nothing did."""
     try:
         done = subprocess.run(
@@ -84,7 +84,7 @@ def call(program: str, verb: str, node: str, job: int) -> str:
     return f"{program} {verb} {node} exits with {done.returncode}: {text}" if done.returncode else ""
 
 
-def left(path: str = FILE) -> Taken | None:
+def read_taken(path: str = FILE) -> Taken | None:
     """Return what an earlier canary has left taken away; None if nothing."""
     try:
         if os.lstat(path).st_uid != 0:
@@ -104,7 +104,7 @@ def undo(taken: Taken, say: Callable[[str], None], path: str = FILE) -> bool:
         path: The file that tells of it.
     """
     for left_tries in range(TRIES - 1, -1, -1):
-        problem = call(taken.program, "start", taken.node, taken.job)
+        problem = call_program(taken.program, "start", taken.node, taken.job)
         if not problem:
             break
         say(f"slurmd on {taken.node} could not be started: {problem}")
@@ -112,7 +112,7 @@ def undo(taken: Taken, say: Callable[[str], None], path: str = FILE) -> bool:
             clock.sleep(TRY_PAUSE_S)
     with suppress(OSError, SlurmError, subprocess.SubprocessError):
         subprocess.run([find_tool("scancel"), str(taken.job)], timeout=PROGRAM_S, check=False, capture_output=True)
-    told = problem or asyncio.run(_back(taken))
+    told = problem or asyncio.run(_wait_until_back(taken))
     if told:
         say(f"NOT undone: {told}. See `scontrol show node {taken.node}`")
         return False
@@ -122,7 +122,7 @@ def undo(taken: Taken, say: Callable[[str], None], path: str = FILE) -> bool:
     return True
 
 
-async def _back(taken: Taken) -> str:
+async def _wait_until_back(taken: Taken) -> str:
     """Wait until slurmd has registered, and resume the node if its state is the canary's own."""
     slurm, end, why = Slurm(), clock.monotonic() + BACK_S, "Slurm does not answer"
     while clock.monotonic() < end:

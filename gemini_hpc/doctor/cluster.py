@@ -19,7 +19,7 @@ import msgspec
 from gemini_hpc import __version__, clock
 from gemini_hpc.core import hostlist
 from gemini_hpc.doctor.finding import ACCEPTED, WARNING, WRONG, Finding
-from gemini_hpc.doctor.report import tame
+from gemini_hpc.doctor.report import sanitize_text
 from gemini_hpc.report.columns import USUAL, fold
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.client import find_tool
@@ -69,19 +69,19 @@ class ClusterRow:
         return sum(c.status == status for c in self.checks)
 
 
-def unasked(node: Node) -> str:
+def find_obstacle(node: Node) -> str:
     """Return why no job can ask this node; "" if one can."""
     if node.is_up:
         return ""
     reason = f": {node.reason}" if node.reason and node.is_withheld else ""
-    return f"{_state(node)}{reason}"
+    return f"{_format_state(node)}{reason}"
 
 
-def _state(node: Node) -> str:
+def _format_state(node: Node) -> str:
     return "+".join([node.state, *sorted(node.flags)])
 
 
-def command(node: Node, partition: str, config: str) -> list[str]:
+def build_command(node: Node, partition: str, config: str) -> list[str]:
     """Return the command that runs doctor on a node as root."""
     return [
         find_tool("srun"),
@@ -110,7 +110,7 @@ def ask(argv: Sequence[str]) -> tuple[str, str]:
     return out[:MOST_BYTES], "" if out.strip() else last
 
 
-def row(node: Node, out: str, why: str, digest: str) -> ClusterRow:
+def build_row(node: Node, out: str, why: str, digest: str) -> ClusterRow:
     """Return a node's row from the output of its doctor.
 
     Args:
@@ -119,7 +119,7 @@ def row(node: Node, out: str, why: str, digest: str) -> ClusterRow:
         why: The reason why there is none.
         digest: The digest of the settings on this host, with which the node's is compared.
     """
-    state = _state(node)
+    state = _format_state(node)
     refused = why.lower().partition(_REFUSED)[2]
     if refused.startswith(_REFUSED_BUSY):
         return ClusterRow(node.name, state, BUSY, f"no free CPU or memory within {BUSY_S} s")
@@ -131,7 +131,7 @@ def row(node: Node, out: str, why: str, digest: str) -> ClusterRow:
         checks = tuple(c for c in found if c.status in (WRONG, WARNING, ACCEPTED))
         version, settings, agents = str(d["version"]), str(d["settings_sha256"]), d["agents"]
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError):
-        return ClusterRow(node.name, state, SILENT, f"no document: {tame(out)[:100]}")
+        return ClusterRow(node.name, state, SILENT, f"no document: {sanitize_text(out)[:100]}")
     status = DIFFERS if (version, settings) != (__version__, digest) else OK
     status = BAD if any(c.status == WRONG for c in checks) else status
     return ClusterRow(node.name, state, status, "", version, settings, agents, checks)
@@ -155,25 +155,25 @@ def gather(
     """
     end = clock.monotonic() + ALL_S
 
-    def one(node: Node) -> ClusterRow:
+    def ask_node(node: Node) -> ClusterRow:
         open_ones = [p for p in node.partitions if partitions.get(p) == "UP"]
-        why = unasked(node) or ("" if open_ones else "no partition of the node is UP")
+        why = find_obstacle(node) or ("" if open_ones else "no partition of the node is UP")
         if not why and node.state == "ALLOCATED":  # srun would wait here: many such nodes take the time of others
-            return ClusterRow(node.name, _state(node), BUSY, "jobs have all CPUs")
+            return ClusterRow(node.name, _format_state(node), BUSY, "jobs have all CPUs")
         if not why and clock.monotonic() > end:
             why = f"no time left after {ALL_S:g} s"
         if why:
-            return ClusterRow(node.name, _state(node), UNASKED, why)
+            return ClusterRow(node.name, _format_state(node), UNASKED, why)
         try:
-            return row(node, *asking(command(node, open_ones[0], config)), digest)
+            return build_row(node, *asking(build_command(node, open_ones[0], config)), digest)
         except (OSError, SlurmError) as exc:
-            return ClusterRow(node.name, _state(node), SILENT, str(exc))
+            return ClusterRow(node.name, _format_state(node), SILENT, str(exc))
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(one, nodes))
+        return list(pool.map(ask_node, nodes))
 
 
-def document(rows: Sequence[ClusterRow], host: str, digest: str, now: float) -> dict[str, Any]:
+def build_document(rows: Sequence[ClusterRow], host: str, digest: str, now: float) -> dict[str, Any]:
     """Return the document of schema 1, to which keys are only ever added."""
     return {
         "schema": SCHEMA,
@@ -186,7 +186,7 @@ def document(rows: Sequence[ClusterRow], host: str, digest: str, now: float) -> 
     }
 
 
-def text(rows: Sequence[ClusterRow], host: str, digest: str, columns: int = USUAL) -> str:
+def format_table(rows: Sequence[ClusterRow], host: str, digest: str, columns: int = USUAL) -> str:
     """Return the table, then each finding once with its nodes, then the sum."""
     heads = ("NODE", "STATUS", "RELEASE", "SETTINGS", "AGENTS", "WRONG", "WARNINGS", "ACCEPTED", "SLURM")
     lines = [heads]
@@ -207,7 +207,9 @@ def text(rows: Sequence[ClusterRow], host: str, digest: str, columns: int = USUA
     indent = max((len(status) for status, _, _ in told), default=0) + 1
     for (status, check, found), names in sorted(told.items()):
         what = f"{check}: {found}" if check else found
-        shown += fold(tame(f"{hostlist.compress(names)}: {what}"), columns, " " * indent, f"{status:<{indent}}")
+        shown += fold(
+            sanitize_text(f"{hostlist.compress(names)}: {what}"), columns, " " * indent, f"{status:<{indent}}"
+        )
     shown += fold(
         f"{host}: release {__version__}, settings {digest or 'none'}, with which nodes are compared", columns
     )
@@ -217,6 +219,6 @@ def text(rows: Sequence[ClusterRow], host: str, digest: str, columns: int = USUA
     return "\n".join([*shown, f"{len(rows)} nodes: {total}; {accepted} accepted warnings are not shown"])
 
 
-def need_root() -> str:
+def find_rights_problem() -> str:
     """Return why this process cannot ask; "" if it can."""
     return "" if os.geteuid() == 0 else "only root can examine other nodes: run it as root"

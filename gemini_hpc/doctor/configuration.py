@@ -45,17 +45,17 @@ class Configuration:
     def __getitem__(self, key: str) -> str:
         return self._values.get(key, "")
 
-    def all(self, key: str) -> list[str]:
+    def list_values(self, key: str) -> list[str]:
         """Return the values of `Key`, or of `Key[0]`, `Key[1]`, ... as printed by later releases."""
         found = [v for k, v in self._values.items() if re.fullmatch(rf"{key}(\[[0-9]+\])?", k)]
         return [v for v in found if v]
 
-    def words(self, key: str) -> dict[str, str]:
+    def parse_words(self, key: str) -> dict[str, str]:
         """Return a list of `word` and `word=value`, separated by commas or semicolons; words in lower case."""
         parts = [p.strip() for p in re.split(r"[,;]", self[key]) if p.strip()]
         return {name.lower(): value for name, _, value in (p.partition("=") for p in parts)}
 
-    def number(self, key: str) -> float | None:
+    def parse_number(self, key: str) -> float | None:
         """Return a number, such as that of `60 sec`; infinity if it is unlimited, None if it is absent."""
         first = self[key].split()[0] if self[key].split() else ""
         if first.upper() in _UNLIMITED:
@@ -65,7 +65,7 @@ class Configuration:
     @property
     def controllers(self) -> list[str]:
         """Return the short names of slurmctld's hosts, the primary first."""
-        return [host.partition("(")[0].partition(".")[0] for host in self.all("SlurmctldHost")]
+        return [host.partition("(")[0].partition(".")[0] for host in self.list_values("SlurmctldHost")]
 
     @property
     def release(self) -> SlurmRelease:

@@ -15,7 +15,7 @@ from gemini_hpc.controller import lemons, withheld
 from gemini_hpc.controller.primary import LOCK, is_here
 from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.facts import HostFacts
-from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.paths import user
 from gemini_hpc.settings import CANARY
 from gemini_hpc.slurm import Slurm
@@ -26,23 +26,23 @@ _TAIL_BYTES = 1 << 20
 _ALERT_S = 86400.0  # a day: an administrator reads the doctor's report daily at the most
 
 
-def _running(facts: HostFacts) -> int | None:
+def _find_controller_pid(facts: HostFacts) -> int | None:
     """Return the pid of the controller that acts here, 0 if its pid is not visible, None if there is none."""
-    facts.need_slurm_user("the controller's lock")
+    facts.require_slurm_user("the controller's lock")
     likely = sorted(facts.processes, key=lambda p: not p.controller)
     try:
-        return locks.holder(os.path.join(facts.settings.state_dir, LOCK), [p.pid for p in likely])
+        return locks.find_holder(os.path.join(facts.settings.state_dir, LOCK), [p.pid for p in likely])
     except FileNotFoundError:
         return None
 
 
-def _elsewhere(facts: HostFacts) -> str:
+def _find_other_host(facts: HostFacts) -> str:
     """Return the host that the settings name for the controller, "" if it is this host."""
     hosts = facts.settings.controller_hosts()
     return "" if any(is_here(host, "") for host in hosts) else ", ".join(hosts)
 
 
-def _in_charge(facts: HostFacts) -> str:
+def _find_acting_slurmctld(facts: HostFacts) -> str:
     hosts = facts.ask_slurm(Slurm.ping_slurmctlds)
     return next((host.partition(".")[0] for host, up in hosts if up), "")
 
@@ -50,26 +50,28 @@ def _in_charge(facts: HostFacts) -> str:
 def check_service(facts: HostFacts) -> Outcome:
     """Check that exactly one controller holds the lock, as SlurmUser."""
     s = facts.settings
-    pid = _running(facts)
+    pid = _find_controller_pid(facts)
     wanted = f"one controller, as {s.slurm_user}, on {s.controller_host or 'this host'}"
     if pid is None:
         if not s.controller_host:
-            return ok("no controller runs, and the settings name none")
-        if _elsewhere(facts):
-            return ok(f"no controller runs here; the settings name {_elsewhere(facts)}")
-        if len(facts.conf.controllers) > 1 and _in_charge(facts) != facts.hostname:
-            return ok(f"none acts here: slurmctld on {_in_charge(facts) or 'no host'} is in charge")
-        return wrong("no controller runs here (nobody holds the lock in state_dir)", wanted, "start it")
-    if _elsewhere(facts):
-        found = f"a controller runs here (pid {pid}), and agents dial {_elsewhere(facts)}"
-        return wrong(found, wanted, "stop this one, or correct controller_host on all hosts")
+            return report_ok("no controller runs, and the settings name none")
+        if _find_other_host(facts):
+            return report_ok(f"no controller runs here; the settings name {_find_other_host(facts)}")
+        if len(facts.conf.controllers) > 1 and _find_acting_slurmctld(facts) != facts.hostname:
+            return report_ok(
+                f"none acts here: slurmctld on {_find_acting_slurmctld(facts) or 'no host'} is in charge"
+            )
+        return report_wrong("no controller runs here (nobody holds the lock in state_dir)", wanted, "start it")
+    if _find_other_host(facts):
+        found = f"a controller runs here (pid {pid}), and agents dial {_find_other_host(facts)}"
+        return report_wrong(found, wanted, "stop this one, or correct controller_host on all hosts")
     try:
         uid = os.stat(f"/proc/{pid}").st_uid if pid else facts.slurm_uid
     except FileNotFoundError:
         raise Unavailable("it ended just now") from None
     if uid != facts.slurm_uid:
-        return wrong(f"it runs as {user(uid)} (pid {pid})", wanted, f"run it as {s.slurm_user}")
-    return ok(f"pid {pid}, as {s.slurm_user}")
+        return report_wrong(f"it runs as {user(uid)} (pid {pid})", wanted, f"run it as {s.slurm_user}")
+    return report_ok(f"pid {pid}, as {s.slurm_user}")
 
 
 def check_journal(facts: HostFacts) -> Outcome:
@@ -77,7 +79,7 @@ def check_journal(facts: HostFacts) -> Outcome:
 
     Every action is journaled on disk first, so a full or read-only disk prevents all recovery.
     """
-    facts.need_slurm_user("the journal")
+    facts.require_slurm_user("the journal")
     directory = facts.settings.state_dir
     path = os.path.join(directory, "journal.jsonl")
     wanted = f"{path}: a file of {facts.settings.slurm_user}'s on a file system with {_FREE_BYTES >> 20} MiB free"
@@ -86,28 +88,28 @@ def check_journal(facts: HostFacts) -> Outcome:
         info = os.lstat(path)
     except FileNotFoundError as exc:
         if exc.filename == path:
-            return ok(f"{path} does not exist yet")
-        return wrong(f"{directory} does not exist", wanted, "start the controller once as root")
+            return report_ok(f"{path} does not exist yet")
+        return report_wrong(f"{directory} does not exist", wanted, "start the controller once as root")
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, facts.slurm_uid):
         found = f"{path} is not a file of {facts.settings.slurm_user}'s ({user(info.st_uid)})"
-        return wrong(found, wanted, "find out who made it; move it away; start the controller again")
+        return report_wrong(found, wanted, "find out who made it; move it away; start the controller again")
     if space.f_flag & os.ST_RDONLY:
-        return wrong(f"{directory} is on a read-only file system", wanted, "mount it for writing")
+        return report_wrong(f"{directory} is on a read-only file system", wanted, "mount it for writing")
     if space.f_bavail * space.f_frsize < _FREE_BYTES or (space.f_files and not space.f_favail):
         free = f"{space.f_bavail * space.f_frsize >> 20} MiB"
-        return wrong(
+        return report_wrong(
             f"{directory} has {free} free: the controller takes no action that it cannot journal", wanted, "free some"
         )
-    damaged = _damaged(path)
+    damaged = _count_damaged_lines(path)
     if damaged:
         text = f"{damaged} of the newest lines of {path} cannot be read"
-        return warning(
+        return report_warning(
             text, "whole lines", "a crash may leave one; if there are more, check the disk and keep the file"
         )
-    return ok(f"{path}, {info.st_size} bytes, {space.f_bavail * space.f_frsize >> 20} MiB free")
+    return report_ok(f"{path}, {info.st_size} bytes, {space.f_bavail * space.f_frsize >> 20} MiB free")
 
 
-def _damaged(path: str) -> int:
+def _count_damaged_lines(path: str) -> int:
     with open(path, "rb") as f:
         f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
         lines = f.read(_TAIL_BYTES).split(b"\n")
@@ -124,7 +126,7 @@ def _damaged(path: str) -> int:
 
 def check_alerts(facts: HostFacts) -> Outcome:
     """Check whether the controller has recently declined to act, according to its journal."""
-    facts.need_slurm_user("the journal")
+    facts.require_slurm_user("the journal")
     path = os.path.join(facts.settings.state_dir, "journal.jsonl")
     told = []
     try:
@@ -138,13 +140,13 @@ def check_alerts(facts: HostFacts) -> Outcome:
                     if record["step"] == "alert" and clock.time() - record["t"] < _ALERT_S:
                         told.append(record)
     except FileNotFoundError:
-        return ok(f"{path} does not exist yet")
+        return report_ok(f"{path} does not exist yet")
     if not told:
-        return ok("no alert within a day")
+        return report_ok("no alert within a day")
     data = told[-1].get("data", {})
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told[-1]["t"]))
     last = f"{data.get('kind', '?')}: job {data.get('job', '?')} {data.get('node', '')}: {data.get('why', '')}"
-    return warning(
+    return report_warning(
         f"{len(told)} within a day, the last at {at}: {last}",
         "no alert: over its budget the controller fences no node, and such jobs wait for Slurm's own detection",
         "check the nodes that the alert names; see fence_budget_nodes, fence_budget_user_nodes",
@@ -153,25 +155,25 @@ def check_alerts(facts: HostFacts) -> Outcome:
 
 def check_lemons(facts: HostFacts) -> Outcome:
     """Check for nodes that were fenced, or found red by root's health check, repeatedly."""
-    facts.need_slurm_user("the controller's records")
+    facts.require_slurm_user("the controller's records")
     days = facts.settings.lemon_days
     path = os.path.join(facts.settings.state_dir, lemons.FILE)
     try:
         found = lemons.read_visits(path, clock.time() - days * clock.DAY_S)
     except FileNotFoundError:
-        return ok("no node was fenced or found red yet")
+        return report_ok("no node was fenced or found red yet")
     except (OSError, msgspec.MsgspecError) as exc:
         raise Unavailable(f"{path}: {exc}") from None
     again = sorted((n for n in found if len(found[n]) >= lemons.AGAIN), key=lambda n: (-len(found[n]), n))
     if not again:
-        return ok(f"no node was fenced or found red twice within {days:g} days")
+        return report_ok(f"no node was fenced or found red twice within {days:g} days")
     told = []
     for node in again:
         last = found[node][-1]
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(last.t))
         told.append(f"{node} {len(found[node])} times, the last at {at} (job {last.job}: {last.what}: {last.why})")
-    return warning(
-        f"within {days:g} days: {some(told)}",
+    return report_warning(
+        f"within {days:g} days: {join_some(told)}",
         "no node that does harm again and again",
         f"test such a node before you resume it; {path} may be removed while the controller does not run",
     )
@@ -180,14 +182,14 @@ def check_lemons(facts: HostFacts) -> Outcome:
 def check_mode(facts: HostFacts) -> Outcome:
     """Check what the controller may do, and tell how Slurm judged the acts that its mode withheld."""
     s = facts.settings
-    where = f'mode = "{s.mode}"' + (f" in {some(s.canary_partitions, ', ')}" if s.mode == CANARY else "")
+    where = f'mode = "{s.mode}"' + (f" in {join_some(s.canary_partitions, ', ')}" if s.mode == CANARY else "")
     if s.canary_partitions and (unknown := set(s.canary_partitions) - facts.ask_slurm(Slurm.read_partitions).keys()):
-        return wrong(
-            f"Slurm has no partition {some(sorted(unknown), ', ')}",
+        return report_wrong(
+            f"Slurm has no partition {join_some(sorted(unknown), ', ')}",
             "canary_partitions that exist",
             "correct canary_partitions",
         )
-    facts.need_slurm_user("the controller's records")
+    facts.require_slurm_user("the controller's records")
     path = os.path.join(s.state_dir, withheld.FILE)
     try:
         acts = withheld.read_acts(path)
@@ -196,63 +198,69 @@ def check_mode(facts: HostFacts) -> Outcome:
     except (OSError, msgspec.MsgspecError) as exc:
         raise Unavailable(f"{path}: {exc}") from None
     if not acts:
-        return ok(f"{where}; nothing was withheld yet")
+        return report_ok(f"{where}; nothing was withheld yet")
     since = time.strftime("%Y-%m-%d", time.localtime(acts[0].t))
     count = withheld.count_verdicts(acts)
     told = f"{where}; withheld since {since}: {len(acts)} acts, of which Slurm confirmed {count[withheld.CONFIRMED]}"
     told += f" and refuted {count[withheld.REFUTED]}; {count[withheld.OPEN]} are open"
     false = [a for a in acts if a.verdict == withheld.REFUTED]
     if not false:
-        return ok(told)
-    shown = [f"{_stamp(a.t)} {withheld.WORDS[a.act]} {a.node} (job {a.job}: {a.why}): {a.evidence}" for a in false]
-    return warning(
-        f"{told}. False alarms, the last first: {some(reversed(shown))}",
+        return report_ok(told)
+    shown = [
+        f"{_format_time(a.t)} {withheld.WORDS[a.act]} {a.node} (job {a.job}: {a.why}): {a.evidence}" for a in false
+    ]
+    return report_warning(
+        f"{told}. False alarms, the last first: {join_some(reversed(shown))}",
         "no act that Slurm refutes",
         "find out why such a node was silent (firewall, overload, a long pause) before the controller may act",
     )
 
 
-def _stamp(t: float) -> str:
+def _format_time(t: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(t))
 
 
 def check_primary(facts: HostFacts) -> Outcome:
     """Check that the controller acts only where slurmctld is in charge."""
-    hosts, acting = facts.ask_slurm(Slurm.ping_slurmctlds), _in_charge(facts)
+    hosts, acting = facts.ask_slurm(Slurm.ping_slurmctlds), _find_acting_slurmctld(facts)
     if not acting:
-        told = some((f"{host} is {'UP' if up else 'DOWN'}" for host, up in hosts), ", ")
+        told = join_some((f"{host} is {'UP' if up else 'DOWN'}" for host, up in hosts), ", ")
         text = f"no slurmctld answers ({told or 'none is named'})"
-        return wrong(text, "one slurmctld that answers", "start slurmctld; the controller can do nothing until then")
+        return report_wrong(
+            text, "one slurmctld that answers", "start slurmctld; the controller can do nothing until then"
+        )
     if len(hosts) > 1 and not hosts[0][1]:
         text = f"the primary slurmctld ({hosts[0][0]}) is down, {acting} has taken over"
-        if _running(facts) is not None and acting != facts.hostname:
+        if _find_controller_pid(facts) is not None and acting != facts.hostname:
             fix = f"start the controller on {acting}; controller_host must lead there"
-            return wrong(f"{text}; the controller runs here", f"the controller on {acting}", fix)
-        return warning(text, "the primary in charge", "start it again")
-    if _running(facts) is not None and acting != facts.hostname:
+            return report_wrong(f"{text}; the controller runs here", f"the controller on {acting}", fix)
+        return report_warning(text, "the primary in charge", "start it again")
+    if _find_controller_pid(facts) is not None and acting != facts.hostname:
         text = f"the controller runs here, slurmctld in charge is {acting}"
-        return wrong(text, "both on one host", f'run the controller on {acting}, and controller_host = "{acting}"')
-    return ok(f"slurmctld on {acting} is in charge")
+        return report_wrong(
+            text, "both on one host", f'run the controller on {acting}, and controller_host = "{acting}"'
+        )
+    return report_ok(f"slurmctld on {acting} is in charge")
 
 
 def check_lock(facts: HostFacts) -> Outcome:
     """Check that all hosts that can run slurmctld share one journal."""
     controllers = facts.conf.controllers
     if len(controllers) < 2:
-        return ok("one slurmctld, one journal")
+        return report_ok("one slurmctld, one journal")
     state, save = facts.settings.state_dir, facts.conf["StateSaveLocation"]
     try:
-        shared = locks.file_system(state) == locks.file_system(save)
+        shared = locks.find_file_system(state) == locks.find_file_system(save)
     except OSError as exc:
         raise Unavailable(f"{exc.filename}: {exc.strerror}") from None
     if not shared:
-        return wrong(
-            f"slurmctld may run on {some(controllers, ', ')}, and {state} is not on the file system of {save}: "
+        return report_wrong(
+            f"slurmctld may run on {join_some(controllers, ', ')}, and {state} is not on the file system of {save}: "
             "after a takeover the new controller would not know which actions had begun",
             "state_dir on the file system that the slurmctlds share",
             f'state_dir = "{os.path.dirname(save.rstrip("/"))}/gemini-hpc" in gemini.toml',
         )
-    return ok(f"{state} is on the file system of {save}")
+    return report_ok(f"{state} is on the file system of {save}")
 
 
 def check_slurm_api(facts: HostFacts) -> Outcome:
@@ -260,12 +268,12 @@ def check_slurm_api(facts: HostFacts) -> Outcome:
 
     A requested API that is not used is a warning.
     """
-    facts.need_slurm_user("how the controller asks Slurm")
+    facts.require_slurm_user("how the controller asks Slurm")
     setting = facts.settings.slurm_api
     wanted = f'slurm_api = "{setting}" in use'
     fix = 'remove the cause and restart the controller, or set slurm_api = "commands"'
     told = None
-    if _running(facts) is not None:
+    if _find_controller_pid(facts) is not None:
         with suppress(OSError, msgspec.MsgspecError), open(os.path.join(facts.settings.state_dir, FILE), "rb") as f:
             told = msgspec.json.decode(f.read(1 << 16), type=ApiRecord)
     if told is None:
@@ -275,7 +283,7 @@ def check_slurm_api(facts: HostFacts) -> Outcome:
     else:
         text = f"the controller asks Slurm through {told.used}: {told.why}"
         if told.setting != setting:
-            return warning(f"{text} (it was started with {told.setting})", wanted, "restart the controller")
+            return report_warning(f"{text} (it was started with {told.setting})", wanted, "restart the controller")
     if told.left or setting not in ("auto", told.used):
-        return warning(text, wanted, fix)
-    return ok(text)
+        return report_warning(text, wanted, fix)
+    return report_ok(text)

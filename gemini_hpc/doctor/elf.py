@@ -34,17 +34,17 @@ class _ElfLayout:
         return struct.unpack_from(self.order + fmt, data, at)
 
 
-def built_for(path: str) -> SlurmRelease:
+def read_release(path: str) -> SlurmRelease:
     """Return the release in `plugin_version`. Raises `ElfError` and OSError."""
     with open(path, "rb") as f:
         data = f.read(_MAX_BYTES)
     try:
-        return _built_for(data)
+        return _find_release(data)
     except (struct.error, IndexError, OverflowError):
         raise ElfError("the file is cut short or damaged") from None
 
 
-def _built_for(data: bytes) -> SlurmRelease:
+def _find_release(data: bytes) -> SlurmRelease:
     if data[:4] != b"\x7fELF" or data[4] not in (1, 2) or data[5] not in (1, 2):
         raise ElfError("not a shared object")
     layout = _ElfLayout("<" if data[5] == 1 else ">", data[4] == 2)
@@ -63,11 +63,11 @@ def _built_for(data: bytes) -> SlurmRelease:
         for i in range(min(size // entry, _MAX_SYMBOLS)):
             name, _, _, _, value, _ = layout.unpack("IBBHQQ", data, offset + i * entry)
             if data[names + name : names + name + len(SYMBOL) + 1] == SYMBOL + b"\0":
-                return _release(layout, data, value, [(phoff + k * phentsize) for k in range(phnum)])
+                return _read_release_at(layout, data, value, [(phoff + k * phentsize) for k in range(phnum)])
     raise ElfError("no plugin_version in the file: not a plugin of Slurm")
 
 
-def _release(layout: _ElfLayout, data: bytes, address: int, headers: list[int]) -> SlurmRelease:
+def _read_release_at(layout: _ElfLayout, data: bytes, address: int, headers: list[int]) -> SlurmRelease:
     for at in headers:
         kind, _, offset, start, _, size = layout.unpack("IIQQQQ", data, at)
         if kind == _LOAD and start <= address < start + size:

@@ -136,7 +136,7 @@ def _run_check(check: Check, facts: HostFacts, answer: list[Outcome]) -> None:
         )
 
 
-def _bounded(check: Check, facts: HostFacts, timeout_s: float) -> Outcome:
+def _run_bounded(check: Check, facts: HostFacts, timeout_s: float) -> Outcome:
     answer: list[Outcome] = []
     # A thread, since a hanging file system cannot be interrupted. A daemon, so that it does not hold up the
     # process's end.
@@ -155,7 +155,7 @@ def examine(facts: HostFacts, only: Collection[str] = (), checks: tuple[Check, .
     `only` restricts the checks to these names or groups (the part of a name before the dot).
     """
     end = clock.monotonic() + ALL_TIMEOUT_S
-    roles, accepted = _roles(facts), _accepted(facts)
+    roles, accepted = _find_roles(facts), _read_accepted(facts)
     for check in checks:
         if only and check.name not in only and check.name.partition(".")[0] not in only:
             continue
@@ -165,21 +165,21 @@ def examine(facts: HostFacts, only: Collection[str] = (), checks: tuple[Check, .
         elif began >= end:
             outcome = Outcome(SKIPPED, f"no time left after {ALL_TIMEOUT_S:.0f} s")
         else:
-            outcome = _bounded(check, facts, min(CHECK_TIMEOUT_S, end - began))
+            outcome = _run_bounded(check, facts, min(CHECK_TIMEOUT_S, end - began))
         if outcome.status == WARNING and check.name in accepted:
             outcome = replace(outcome, status=ACCEPTED)
         took = round(clock.monotonic() - began, 3)
         yield Finding(check.name, check.rule, outcome.status, outcome.found, outcome.wanted, outcome.fix, took)
 
 
-def _accepted(facts: HostFacts) -> tuple[str, ...]:
+def _read_accepted(facts: HostFacts) -> tuple[str, ...]:
     try:
         return facts.settings.accepted_warnings
     except Unavailable:
         return ()
 
 
-def _roles(facts: HostFacts) -> frozenset[str]:
+def _find_roles(facts: HostFacts) -> frozenset[str]:
     found: list[frozenset[str]] = []
     thread = threading.Thread(target=lambda: found.append(facts.roles), daemon=True)
     thread.start()

@@ -61,7 +61,7 @@ class HostFacts:
         self._known: dict[str, Any] = {}
         self._unreachable = ""
 
-    def _remembered(self, what: str, look: Callable[[], T]) -> T:
+    def _remember(self, what: str, look: Callable[[], T]) -> T:
         known = self._known.get(what)
         if known is None:
             self._known[what] = _PENDING
@@ -85,12 +85,12 @@ class HostFacts:
         """Return whether this process runs as root."""
         return self.uid == 0
 
-    def need_root(self, what: str) -> None:
+    def require_root(self, what: str) -> None:
         """Raise `Unavailable` unless this process runs as root."""
         if not self.root:
             raise Unavailable(f"{what}: only root can see it; run it again as root")
 
-    def need_slurm_user(self, what: str) -> None:
+    def require_slurm_user(self, what: str) -> None:
         """Raise `Unavailable` unless this process runs as root or SlurmUser."""
         if not self.root and self.uid != self.slurm_uid:
             raise Unavailable(f"{what}: only root and {self.settings.slurm_user} can see it; run it again as root")
@@ -107,7 +107,7 @@ class HostFacts:
             except ConfigError:
                 raise Unavailable("the settings cannot be used (see files.settings)") from None
 
-        return self._remembered("settings", read_settings)
+        return self._remember("settings", read_settings)
 
     @property
     def slurm_uid(self) -> int:
@@ -138,22 +138,22 @@ class HostFacts:
     @property
     def conf(self) -> Configuration:
         """Return the configuration that slurmctld runs with."""
-        return self._remembered("configuration", lambda: Configuration(self.ask_slurm(Slurm.read_configuration)))
+        return self._remember("configuration", lambda: Configuration(self.ask_slurm(Slurm.read_configuration)))
 
     @property
     def release(self) -> SlurmRelease:
         """Return the release of Slurm's commands on this host, which its plugins must be built for."""
-        return self._remembered("release", lambda: SlurmRelease.parse(self.ask_slurm(Slurm.read_release)))
+        return self._remember("release", lambda: SlurmRelease.parse(self.ask_slurm(Slurm.read_release)))
 
     @property
     def nodes(self) -> dict[str, Node]:
         """Return all nodes."""
-        return self._remembered("nodes", lambda: self.ask_slurm(Slurm.read_nodes))
+        return self._remember("nodes", lambda: self.ask_slurm(Slurm.read_nodes))
 
     @property
     def reservations(self) -> list[Reservation]:
         """Return all reservations."""
-        return self._remembered("reservations", lambda: self.ask_slurm(Slurm.read_reservations))
+        return self._remember("reservations", lambda: self.ask_slurm(Slurm.read_reservations))
 
     @property
     def queue(self) -> dict[int, WatchedJob]:
@@ -161,9 +161,9 @@ class HostFacts:
 
         If Slurm keeps other users' jobs private, only one's own jobs are visible.
         """
-        return self._remembered("queue", lambda: {row.raw_id: row for row in self.ask_slurm(Slurm.read_queue)})
+        return self._remember("queue", lambda: {row.raw_id: row for row in self.ask_slurm(Slurm.read_queue)})
 
-    def job(self, raw_id: int) -> Job | None:
+    def find_job(self, raw_id: int) -> Job | None:
         """Return one job, None if Slurm does not know it."""
 
         async def ask(slurm: Slurm) -> Job | None:
@@ -172,7 +172,7 @@ class HostFacts:
             except UnknownJob:
                 return None
 
-        return self._remembered(f"job {raw_id}", lambda: (self.ask_slurm(ask),))[0]
+        return self._remember(f"job {raw_id}", lambda: (self.ask_slurm(ask),))[0]
 
     # ---- this host -------------------------------------------------------------------------------------
 
@@ -182,9 +182,9 @@ class HostFacts:
         digest = ""
         with suppress(OSError), open(self.config_path, "rb") as f:
             digest = hashlib.sha256(f.read(1 << 20)).hexdigest()[:DIGEST_DIGITS]
-        return Here(self.hostname, digest, self._agents())
+        return Here(self.hostname, digest, self._count_agents())
 
-    def _agents(self) -> int | None:
+    def _count_agents(self) -> int | None:
         try:
             run_dir = self.settings.run_dir
             if not self.root or not os.path.isdir(ledger.locate_directory(run_dir)):
@@ -205,7 +205,7 @@ class HostFacts:
         """Return the kinds of this host: one or more of `ROLES`."""
         if self._role != "auto":
             return frozenset((self._role,))
-        return self._remembered("roles", self._find_roles)
+        return self._remember("roles", self._find_roles)
 
     def _find_roles(self) -> frozenset[str]:
         found: set[str] = set()
@@ -227,7 +227,7 @@ class HostFacts:
     @property
     def processes(self) -> list[Process]:
         """Return the processes that this user can see."""
-        return self._remembered("processes", processes)
+        return self._remember("processes", list_processes)
 
 
 AGENT, CONTROL = b"gemini_hpc.agent", b"gemini_hpc.controller"
@@ -265,7 +265,7 @@ def _read(pid: str, name: str) -> bytes:
         return f.read(_MAX_BYTES)
 
 
-def _uid(pid: str) -> int:
+def _read_uid(pid: str) -> int:
     """Return a process's effective uid.
 
     The owner of its files in /proc does not tell it, because those of an untraceable process, such as an
@@ -275,7 +275,7 @@ def _uid(pid: str) -> int:
     return int(line.split()[2])
 
 
-def _each() -> Iterator[Process]:
+def _iterate_processes() -> Iterator[Process]:
     for pid in os.listdir("/proc"):
         if not pid.isdecimal():
             continue
@@ -283,15 +283,15 @@ def _each() -> Iterator[Process]:
             before, _, after = _read(pid, "stat").rpartition(b")")
             name = before.partition(b"(")[2].decode(errors="replace")
             arguments = tuple(a for a in _read(pid, "cmdline").split(b"\0") if a)
-            yield Process(int(pid), int(after.split()[1]), _uid(pid), name, arguments)
+            yield Process(int(pid), int(after.split()[1]), _read_uid(pid), name, arguments)
 
 
-def processes() -> list[Process]:
+def list_processes() -> list[Process]:
     """Return all processes; a process that ends meanwhile is left out."""
-    return list(_each())
+    return list(_iterate_processes())
 
 
-def environment(pid: int) -> dict[bytes, bytes]:
+def read_environment(pid: int) -> dict[bytes, bytes]:
     """Return the environment that a process was started with; {} if it cannot be read."""
     with suppress(OSError):
         pairs = (entry.partition(b"=") for entry in _read(str(pid), "environ").split(b"\0"))
@@ -311,7 +311,7 @@ def maps(pid: int, name: str) -> bool:
         return True
 
 
-def sockets(pid: int) -> set[int]:
+def list_sockets(pid: int) -> set[int]:
     """Return the inodes of the sockets that a process holds; an empty set if they cannot be read."""
     found: set[int] = set()
     with suppress(OSError):

@@ -19,7 +19,7 @@ from gemini_hpc.config import ConfigError, load
 from gemini_hpc.core.topology import TopologyError
 from gemini_hpc.doctor import plugin, scripts
 from gemini_hpc.doctor.facts import CONTROLLER, NODE, HostFacts
-from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.doctor.installation import PYTHON
 from gemini_hpc.node import job_directory
 
@@ -34,7 +34,7 @@ print(gemini_hpc.__version__, gemini_hpc.__file__, lacks, *sys.path, sep="\\n")
 """
 
 
-def _safe(files: list[str], what: str) -> Outcome:
+def _check_rights(files: list[str], what: str) -> Outcome:
     """Check that only root can replace any of `files`."""
     problems, missing = [], []
     for path in dict.fromkeys(files):
@@ -46,61 +46,61 @@ def _safe(files: list[str], what: str) -> Outcome:
             missing.append(f"{path}: {exc.strerror}")
     wanted = f"{what}, every directory above and every link's target: root's, writable by root only"
     if problems:
-        return wrong(some(problems), wanted, "chown root:root and chmod go-w the named paths")
+        return report_wrong(join_some(problems), wanted, "chown root:root and chmod go-w the named paths")
     if missing:
-        return wrong(some(missing), wanted, "install what is missing")
-    return ok(some(files, ", "))
+        return report_wrong(join_some(missing), wanted, "install what is missing")
+    return report_ok(join_some(files, ", "))
 
 
 def check_settings(facts: HostFacts) -> Outcome:
     """Check the settings file, which root's prolog obeys."""
     path = facts.config_path
     if not os.path.lexists(path):
-        return warning(
+        return report_warning(
             f"{path} does not exist: defaults only", "the same file on all hosts", "see docs/admin.md, Settings"
         )
-    access = _safe([path], path)
+    access = _check_rights([path], path)
     if access.status != "ok":
         return access
     try:
         load(path)
     except ConfigError as exc:
         text = "what docs/admin.md, Settings, lists"
-        return wrong(f"{exc}: prologs start no agent, the controller does not start", text, "correct the file")
-    return ok(f"{path}, sha256 {facts.here.settings_sha256}... (doctor --cluster compares it over the nodes)")
+        return report_wrong(f"{exc}: prologs start no agent, the controller does not start", text, "correct the file")
+    return report_ok(f"{path}, sha256 {facts.here.settings_sha256}... (doctor --cluster compares it over the nodes)")
 
 
 def check_scripts(facts: HostFacts) -> Outcome:
     """Check Prolog and Epilog, which run as root on every node."""
     files = []
     for kind in ("Prolog", "Epilog"):
-        for path in scripts.in_force(facts.conf, kind):
+        for path in scripts.list_scripts(facts.conf, kind):
             if not os.path.lexists(path) and NODE not in facts.roles:
                 continue
             files.append(path)
             try:
-                called = scripts.called_by(path, kind)
+                called = scripts.find_our_script(path, kind)
             except OSError:
                 continue
             files += [called] if called else []
     if not files:
         raise Unavailable("no Prolog and Epilog on this host")
-    return _safe(files, "the scripts")
+    return _check_rights(files, "the scripts")
 
 
 def check_plugin(facts: HostFacts) -> Outcome:
     """Check the plugin, which slurmstepd loads as root."""
     seen: set[str] = set()
-    path = plugin.plugstack(facts)
+    path = plugin.find_plugstack(facts)
     try:
-        found = [line.path for line in plugin.lines(path, facts.conf["PluginDir"], seen)]
+        found = [line.path for line in plugin.read_lines(path, facts.conf["PluginDir"], seen)]
     except OSError as exc:
         raise Unavailable(f"{path}: {exc.strerror}") from None
     ours = [p for p in found if os.path.basename(p) == plugin.NAME and os.path.lexists(p)]
-    return _safe([*sorted(seen), *ours], "plugin and plugstack.conf")
+    return _check_rights([*sorted(seen), *ours], "plugin and plugstack.conf")
 
 
-def interpreter() -> list[str]:
+def query_interpreter() -> list[str]:
     """Return facts on the interpreter of prolog and epilog.
 
     The facts are version, package, modules missing for the tier, and search path. Raises `Unavailable` and
@@ -137,31 +137,31 @@ def check_version(facts: HostFacts) -> Outcome:
     wanted = f"gemini-hpc {__version__}, as this command"
     fix = f"install it with {os.path.dirname(PYTHON)}/pip (docs/install.md)"
     if NODE not in facts.roles and CONTROLLER not in facts.roles and not os.path.lexists(PYTHON):
-        return ok(f"no {PYTHON} on this host, and no prolog that needs it")
+        return report_ok(f"no {PYTHON} on this host, and no prolog that needs it")
     try:
-        found, *_ = [*interpreter(), "?"]
+        found, *_ = [*query_interpreter(), "?"]
     except InterpreterError as exc:
-        return wrong(str(exc), wanted, fix)
+        return report_wrong(str(exc), wanted, fix)
     if found != __version__:
-        return wrong(f"{PYTHON} has gemini-hpc {found}", wanted, fix)
-    return ok(found)
+        return report_wrong(f"{PYTHON} has gemini-hpc {found}", wanted, fix)
+    return report_ok(found)
 
 
 def check_tier(facts: HostFacts) -> Outcome:
     """Check for the packages with which agents write and read HDF5 for jobs with a tier."""
     try:
-        _, _, lacks, *_ = interpreter()
+        _, _, lacks, *_ = query_interpreter()
     except (InterpreterError, ValueError) as exc:
         raise Unavailable(f"{exc} (see files.version)") from None
     if not lacks:
-        return ok(f"{PYTHON} has h5py and numpy")
+        return report_ok(f"{PYTHON} has h5py and numpy")
     where = facts.settings.tier or "--gemini-tier"
     found, wanted = f"{PYTHON} has no {lacks.replace(' ', ' and no ')}", f"h5py and numpy, for jobs with {where}"
     fix = f"{os.path.dirname(PYTHON)}/pip install 'h5py>=3.10' 'numpy>=1.26'"
-    return wrong(found, wanted, fix) if facts.settings.tier else warning(found, wanted, fix)
+    return report_wrong(found, wanted, fix) if facts.settings.tier else report_warning(found, wanted, fix)
 
 
-def below(top: str) -> Iterator[tuple[str, os.stat_result]]:
+def walk_files(top: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the first `_MAX_FILES` directories and files from `top` on, links not followed."""
     seen = 0
     for directory, _, names in os.walk(top):
@@ -179,12 +179,12 @@ def below(top: str) -> Iterator[tuple[str, os.stat_result]]:
 def check_python(facts: HostFacts) -> Outcome:
     """Check interpreter, search path and packages, all of which is code that root's prolog runs."""
     if NODE not in facts.roles and not os.path.lexists(PYTHON):
-        return ok(f"no {PYTHON} on this host, and no prolog that needs it")
-    chain = _safe([PYTHON], "the interpreter")
+        return report_ok(f"no {PYTHON} on this host, and no prolog that needs it")
+    chain = _check_rights([PYTHON], "the interpreter")
     if chain.status != "ok":
         return chain
     try:
-        _, package, _, *search = interpreter()
+        _, package, _, *search = query_interpreter()
     except (InterpreterError, ValueError):
         return chain
     modules = [os.path.dirname(package)]
@@ -194,11 +194,14 @@ def check_python(facts: HostFacts) -> Outcome:
                 modules.append(os.path.join(place, name))
     # A missing file could be created later; but a missing zip lies in a directory that is checked.
     there = [p for p in (*search, *modules) if os.path.lexists(p)]
-    roots = _safe([PYTHON, *there], "the interpreter, its search path and packages")
+    roots = _check_rights([PYTHON, *there], "the interpreter, its search path and packages")
     if roots.status != "ok":
         return roots
     within = [
-        w for top in modules for p, i in below(os.path.realpath(top)) if (w := paths.weakness(p, i, frozenset((0,))))
+        w
+        for top in modules
+        for p, i in walk_files(os.path.realpath(top))
+        if (w := paths.weakness(p, i, frozenset((0,))))
     ]
     for place in search:
         if os.path.isdir(place):
@@ -206,10 +209,12 @@ def check_python(facts: HostFacts) -> Outcome:
             within += [w for p, i in entries if (w := paths.weakness(p, i, frozenset((0,))))]
     if within:
         text = "every file of the packages: root's, writable by root only"
-        return wrong(
-            some(within), text, f"chown -R root:root and chmod -R go-w {os.path.dirname(os.path.dirname(PYTHON))}"
+        return report_wrong(
+            join_some(within),
+            text,
+            f"chown -R root:root and chmod -R go-w {os.path.dirname(os.path.dirname(PYTHON))}",
         )
-    return ok(f"{PYTHON}, {modules[0]}")
+    return report_ok(f"{PYTHON}, {modules[0]}")
 
 
 def check_run_dir(facts: HostFacts) -> Outcome:
@@ -219,21 +224,21 @@ def check_run_dir(facts: HostFacts) -> Outcome:
     fix = "remove it when no protected job runs here; the prolog makes it anew. Find out who made it"
     above = paths.weaknesses(os.path.dirname(path.rstrip("/")) or "/")
     if above:
-        return wrong(some(above), wanted, "choose another run_dir, or correct the directories above")
+        return report_wrong(join_some(above), wanted, "choose another run_dir, or correct the directories above")
     try:
         fd = job_directory.open_run_dir(path, create=False)
     except FileNotFoundError:
-        return ok(f"{path} does not exist yet (the first protected job's prolog makes it)")
+        return report_ok(f"{path} does not exist yet (the first protected job's prolog makes it)")
     except job_directory.JobDirError as exc:
-        return wrong(str(exc), wanted, fix)
+        return report_wrong(str(exc), wanted, fix)
     try:
         mode = stat.S_IMODE(os.fstat(fd).st_mode)
     finally:
         os.close(fd)
     if mode & 0o055 != 0o055:
         found = f"{path} has mode {mode:04o}: users cannot reach their job's socket"
-        return wrong(found, wanted, f"chmod 0755 {path}")
-    return ok(f"{path}, root, {mode:04o}")
+        return report_wrong(found, wanted, f"chmod 0755 {path}")
+    return report_ok(f"{path}, root, {mode:04o}")
 
 
 def check_state_dir(facts: HostFacts) -> Outcome:
@@ -244,43 +249,45 @@ def check_state_dir(facts: HostFacts) -> Outcome:
         info = os.lstat(path)
         weak = paths.weaknesses(path, frozenset((0, owner)))
     except FileNotFoundError:
-        return wrong(f"{path} does not exist", wanted, "start the controller once as root, or make it")
+        return report_wrong(f"{path} does not exist", wanted, "start the controller once as root, or make it")
     except PermissionError as exc:
         raise Unavailable(f"{exc.filename}: only root can see it; run it again as root") from None
     fix = f"chown {facts.settings.slurm_user} {path}; chmod 0700 {path}"
     if not stat.S_ISDIR(info.st_mode) and not os.path.isdir(path):
-        return wrong(f"{path} is not a directory", wanted, fix)
+        return report_wrong(f"{path} is not a directory", wanted, fix)
     if os.stat(path).st_uid != owner:
-        return wrong(f"{path} belongs to {paths.user(os.stat(path).st_uid)}", wanted, fix)
+        return report_wrong(f"{path} belongs to {paths.user(os.stat(path).st_uid)}", wanted, fix)
     if weak:
-        return wrong(some(weak), wanted, fix)
+        return report_wrong(join_some(weak), wanted, fix)
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & 0o077:
-        return warning(f"{path} has mode {mode:04o}: other users can read job events", wanted, f"chmod 0700 {path}")
-    return ok(f"{path}, {facts.settings.slurm_user}, {mode:04o}")
+        return report_warning(
+            f"{path} has mode {mode:04o}: other users can read job events", wanted, f"chmod 0700 {path}"
+        )
+    return report_ok(f"{path}, {facts.settings.slurm_user}, {mode:04o}")
 
 
 def check_domains(facts: HostFacts) -> Outcome:
     """Check that the file exists, is readable for every job's owner, and names this node."""
     setting = facts.settings.failure_domains
     if setting == failure_domains.NONE:
-        return ok('"none": nodes side by side hold each other\'s copies')
+        return report_ok('"none": nodes side by side hold each other\'s copies')
     path = failure_domains.find_path(setting)
     if not path:
-        return ok(f"no {' and no '.join(failure_domains.SLURMS)}: nodes side by side hold each other's copies")
+        return report_ok(f"no {' and no '.join(failure_domains.SLURMS)}: nodes side by side hold each other's copies")
     wanted, fix = f"{path}, which says what fails together", 'see docs/admin.md, failure domains; or set it to "none"'
     try:
         found = failure_domains.read(setting)
         if not os.stat(path).st_mode & stat.S_IROTH:
-            return wrong(f"{path} cannot be read by every job's owner", wanted, f"chmod o+r {path}")
+            return report_wrong(f"{path} cannot be read by every job's owner", wanted, f"chmod o+r {path}")
     except OSError as error:
-        return wrong(f"{path}: {error.strerror}", wanted, fix)
+        return report_wrong(f"{path}: {error.strerror}", wanted, fix)
     except TopologyError as error:
-        return wrong(str(error), wanted, fix)
+        return report_wrong(str(error), wanted, fix)
     node = facts.own_node
     if node is not None and node.name not in found:
-        return warning(f"{path} does not name {node.name}", f"all nodes named in {path}", fix)
-    return ok(f"{path}: {len(found)} nodes in {len(set(found.values()))} domains")
+        return report_warning(f"{path} does not name {node.name}", f"all nodes named in {path}", fix)
+    return report_ok(f"{path}: {len(found)} nodes in {len(set(found.values()))} domains")
 
 
 FIX = (
@@ -289,31 +296,31 @@ FIX = (
 )
 
 
-def _code() -> list[str]:
+def _list_code() -> list[str]:
     """Return the interpreter, its environment's packages, and its search path if it can report one."""
     environment = os.path.dirname(os.path.dirname(PYTHON))
     places = [PYTHON, *sorted(glob.glob(f"{environment}/lib*/python3*/site-packages"))]
     with suppress(InterpreterError, Unavailable, ValueError):
-        _, package, _, *search = interpreter()
+        _, package, _, *search = query_interpreter()
         modules = [os.path.dirname(package)]
         modules += [os.path.join(p, name) for p in search for name in ("msgspec", "xxhash")]
         places += [p for p in (*search, *modules) if os.path.lexists(p)]
     return places
 
 
-def _read_by_users(facts: HostFacts) -> list[str]:
+def _list_user_files(facts: HostFacts) -> list[str]:
     """Return the files that sbatch, srun and agents read as the user."""
     found = [facts.config_path]
     with suppress(Unavailable):
-        found.append(plugin.plugstack(facts))
-        if line := plugin.our_line(facts):
+        found.append(plugin.find_plugstack(facts))
+        if line := plugin.find_our_line(facts):
             found.append(line.path)
     return [p for p in found if os.path.lexists(p)]
 
 
-def _within(place: str) -> Iterator[str]:
+def _find_barriers(place: str) -> Iterator[str]:
     """Yield the barriers of every directory and file below a package."""
-    for path, info in below(os.path.realpath(place)):
+    for path, info in walk_files(os.path.realpath(place)):
         if found := paths.barrier(path, info, look=True):
             yield found
 
@@ -323,8 +330,8 @@ def check_access(facts: HostFacts) -> Outcome:
     if not os.path.lexists(PYTHON) and facts.root:
         raise Unavailable(f"{PYTHON} does not exist (see install.parts)")
     told: list[str] = []
-    code = list(dict.fromkeys(_code()))
-    for path in (*code, *_read_by_users(facts)):
+    code = list(dict.fromkeys(_list_code()))
+    for path in (*code, *_list_user_files(facts)):
         try:
             told += paths.barriers(path)
         except PermissionError as exc:
@@ -332,9 +339,9 @@ def check_access(facts: HostFacts) -> Outcome:
         except OSError as exc:
             told.append(f"{exc.filename or path}: {exc.strerror}")
     if not told:
-        told = [found for place in code[1:] if os.path.isdir(place) for found in _within(place)]
+        told = [found for place in code[1:] if os.path.isdir(place) for found in _find_barriers(place)]
     if told:
         wanted = "interpreter, packages, plugin and settings that every owner of jobs can read and execute"
         told = list(dict.fromkeys(told))
-        return wrong(f"agents and commands of users cannot run here: {some(told)}", wanted, FIX)
-    return ok(f"everybody can use {PYTHON}, its packages, the plugin and {facts.config_path}")
+        return report_wrong(f"agents and commands of users cannot run here: {join_some(told)}", wanted, FIX)
+    return report_ok(f"everybody can use {PYTHON}, its packages, the plugin and {facts.config_path}")

@@ -53,32 +53,32 @@ class Unavailable(Exception):
     """
 
 
-def ok(found: str) -> Outcome:
+def report_ok(found: str) -> Outcome:
     """Return an outcome for a good state."""
     return Outcome(OK, found)
 
 
-def warning(found: str, wanted: str, fix: str) -> Outcome:
+def report_warning(found: str, wanted: str, fix: str) -> Outcome:
     """Return an outcome for a state that works, but that an administrator should know of."""
     return Outcome(WARNING, found, wanted, fix)
 
 
-def wrong(found: str, wanted: str, fix: str) -> Outcome:
+def report_wrong(found: str, wanted: str, fix: str) -> Outcome:
     """Return an outcome for a state that does not work, or is dangerous."""
     return Outcome(WRONG, found, wanted, fix)
 
 
-def worst(outcomes: Iterable[Outcome]) -> Outcome:
+def combine_outcomes(outcomes: Iterable[Outcome]) -> Outcome:
     """Return one outcome for several of the same check: the worst status, with all findings of that status."""
     told = list(outcomes)
     for status in (WRONG, WARNING):
         bad = [o for o in told if o.status == status]
         if bad:
-            return Outcome(status, some(o.found for o in bad), bad[0].wanted, bad[0].fix)
-    return ok(some(o.found for o in told))
+            return Outcome(status, join_some(o.found for o in bad), bad[0].wanted, bad[0].fix)
+    return report_ok(join_some(o.found for o in told))
 
 
-def some(texts: Iterable[str], separator: str = "; ") -> str:
+def join_some(texts: Iterable[str], separator: str = "; ") -> str:
     """Join the first few of many texts, and add how many more there are."""
     told = list(dict.fromkeys(texts))
     more = f"{separator}and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""

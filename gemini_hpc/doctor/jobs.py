@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gemini_hpc import clock
-from gemini_hpc.doctor.facts import NODE, HostFacts, environment, maps
-from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.doctor.facts import NODE, HostFacts, maps, read_environment
+from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.doctor.plugin import NAME
 from gemini_hpc.node import cgroup, ledger, mounts
 from gemini_hpc.query import ask
@@ -34,7 +34,7 @@ class _Asking:
         self._line: ask.ControllerLine | None = None
         self._without = 0
 
-    def answer(self, raw_id: int) -> JobAnswer | None:
+    def ask(self, raw_id: int) -> JobAnswer | None:
         """Return the answer about a job, None if it was refused or no time is left."""
         if clock.monotonic() > self._deadline:
             return None
@@ -57,7 +57,7 @@ class _Asking:
             self._line.close()
 
 
-def _bare(answer: JobAnswer, sure: bool) -> tuple[str, ...]:
+def _list_bare_nodes(answer: JobAnswer, sure: bool) -> tuple[str, ...]:
     """Return the nodes of the job without an agent.
 
     A job that never asked for protection, or never gets it, has none.
@@ -69,59 +69,61 @@ def _bare(answer: JobAnswer, sure: bool) -> tuple[str, ...]:
 
 def check_agents(facts: HostFacts) -> Outcome:
     """Compare the nodes that have agents with the nodes of the job."""
-    known = protected(facts)
+    known = find_protected(facts)
     rows = [facts.queue[i] for i in sorted(known.sure) + sorted(known.perhaps, reverse=True)]
     running = [row.raw_id for row in rows if row.state == RUNNING][:MAX_JOBS]
     if not running:
-        return ok(f"no protected job runs{_as_seen(known)}")
+        return report_ok(f"no protected job runs{_describe_view(known)}")
     asking = _Asking(facts, clock.monotonic() + DEADLINE_S)
     protected_jobs, untold, told = 0, 0, []
     try:
         for raw_id in running:
-            answer = asking.answer(raw_id)
+            answer = asking.ask(raw_id)
             if answer is None:
                 untold += 1
                 continue
             sure = raw_id in known.sure
-            if _bare(answer, sure):
-                job = facts.job(raw_id)
+            if _list_bare_nodes(answer, sure):
+                job = facts.find_job(raw_id)
                 if job is None or clock.time() - job.start_time < YOUNG_S:
                     continue
                 for _ in range(AGAIN):  # a busy node may have answered late
                     clock.sleep(AGAIN_S)
-                    answer = asking.answer(raw_id) or answer
-                    if not _bare(answer, sure):
+                    answer = asking.ask(raw_id) or answer
+                    if not _list_bare_nodes(answer, sure):
                         break
-            bare = _bare(answer, sure)
+            bare = _list_bare_nodes(answer, sure)
             protected_jobs += bool(answer.parts) or sure
             if bare:
-                none = "no agent at all" if not answer.parts else f"no agent on {some(bare, ', ')}"
+                none = "no agent at all" if not answer.parts else f"no agent on {join_some(bare, ', ')}"
                 told.append(f"job {raw_id} of {answer.slurm.get('user', '?')[:32]}: {none}")
     finally:
         asking.close()
     if told:
-        return wrong(
-            f"partly protected or not at all: {some(told)}",
+        return report_wrong(
+            f"partly protected or not at all: {join_some(told)}",
             "an agent on every node of each protected job",
             "run doctor on those nodes; see the system log, tag gemini-hpc, and the job's stderr",
         )
     if untold and not protected_jobs:
         raise Unavailable(f"could not ask about {untold} running jobs")
-    return ok(f"protected jobs that run: {protected_jobs}, with an agent on each of their nodes{_as_seen(known)}")
+    return report_ok(
+        f"protected jobs that run: {protected_jobs}, with an agent on each of their nodes{_describe_view(known)}"
+    )
 
 
-def _as_seen(known: Protected) -> str:
+def _describe_view(known: Protected) -> str:
     return "" if known.complete else " (as far as can be seen from here)"
 
 
 def check_requeue(facts: HostFacts) -> Outcome:
     """Check for jobs that Slurm and the controller can never requeue."""
-    known = protected(facts)
+    known = find_protected(facts)
     if not known.sure and not known.complete:
         raise Unavailable("only root and SlurmUser can see which jobs are protected, on the controller host")
     notes = []
     for raw_id in sorted(known.sure)[:MAX_JOBS]:
-        job = facts.job(raw_id)
+        job = facts.find_job(raw_id)
         note = build_slurm_facts(job).get("note") if job else None
         if job and note and not job.has_ended:
             notes.append(f"job {raw_id} of {job.user[:32]}: {note}")
@@ -129,8 +131,8 @@ def check_requeue(facts: HostFacts) -> Outcome:
         fix = (
             "tell their owners: sbatch --requeue --open-mode=append; while pending: scontrol update JobId=J Requeue=1"
         )
-        return warning(some(notes), "protected jobs that can be requeued", fix)
-    return ok(f"protected jobs: {len(known.sure)}, all can be requeued{_as_seen(known)}")
+        return report_warning(join_some(notes), "protected jobs that can be requeued", fix)
+    return report_ok(f"protected jobs: {len(known.sure)}, all can be requeued{_describe_view(known)}")
 
 
 def check_tasks(facts: HostFacts) -> Outcome:
@@ -138,13 +140,13 @@ def check_tasks(facts: HostFacts) -> Outcome:
 
     A task's environment proves nothing: srun passes on the values that the batch script's node has set.
     """
-    facts.need_root("what slurmstepd has loaded")
+    facts.require_root("what slurmstepd has loaded")
     steps = {p.pid: p for p in facts.processes if p.name == "slurmstepd"}
     bare, seen = [], 0
     for process in facts.processes:
         if process.parent not in steps or process.name == "slurmstepd":
             continue
-        values = environment(process.pid)
+        values = read_environment(process.pid)
         job = values.get(b"SLURM_JOB_ID", b"").decode(errors="replace")
         if b"SLURM_GEMINI_REPLICAS" not in values or not job.isdecimal():
             continue
@@ -152,12 +154,12 @@ def check_tasks(facts: HostFacts) -> Outcome:
         if not maps(process.parent, NAME):
             bare.append(f"pid {process.pid} of job {int(job[:10])}")
     if bare:
-        return wrong(
-            f"{len(bare)} tasks run here without the plugin: {some(bare)}",
+        return report_wrong(
+            f"{len(bare)} tasks run here without the plugin: {join_some(bare)}",
             f"{NAME} loaded by the slurmstepd of every protected job",
             "see plugin.line and plugin.release on this node, and slurmd's log; then start the job's step again",
         )
-    return ok(f"tasks of protected jobs here: {seen}, all started with the plugin")
+    return report_ok(f"tasks of protected jobs here: {seen}, all started with the plugin")
 
 
 _VARIABLE = b"SLURM_GEMINI_REPLICAS="
@@ -177,7 +179,7 @@ class Protected:
     complete: bool
 
 
-def _numbers(directory: str, suffix: str = "") -> set[int]:
+def _list_job_ids(directory: str, suffix: str = "") -> set[int]:
     names = [n[: len(n) - len(suffix)] for n in os.listdir(directory) if n.endswith(suffix)]
     return {int(n) for n in names if n.isascii() and n.isdecimal() and len(n) <= 10}
 
@@ -193,7 +195,7 @@ def _asks(save: str, raw_id: int) -> bool:
     return any(e.startswith(_VARIABLE) for e in entries) or _VARIABLE in entries[0]
 
 
-def protected(facts: HostFacts) -> Protected:
+def find_protected(facts: HostFacts) -> Protected:
     """Return the protected jobs.
 
     Sources are the controller's records, slurmctld's (root and SlurmUser), this node's agents, and one's own
@@ -203,14 +205,14 @@ def protected(facts: HostFacts) -> Protected:
     sure: set[int] = set()
     complete = False
     with suppress(OSError):
-        sure |= _numbers(os.path.join(facts.settings.state_dir, "jobs"), ".job")
+        sure |= _list_job_ids(os.path.join(facts.settings.state_dir, "jobs"), ".job")
     save = facts.conf["StateSaveLocation"]
     if facts.uid in (0, facts.slurm_uid) and os.access(save, os.R_OK | os.X_OK):
         sure |= {raw_id for raw_id in sorted(live, reverse=True)[:MAX_ASKED] if _asks(save, raw_id)}
         complete = True
     if NODE in facts.roles:
         with suppress(OSError):
-            sure |= _numbers(facts.settings.run_dir)
+            sure |= _list_job_ids(facts.settings.run_dir)
         sure |= {p.agent_of for p in facts.processes if p.agent_of is not None}
     privileged = facts.root or facts.uid == facts.slurm_uid
     perhaps = live if privileged else {i for i, row in facts.queue.items() if row.user_id == facts.uid}
@@ -224,10 +226,10 @@ _FULL = 0.9
 
 def check_strangers(facts: HostFacts) -> Outcome:
     """Check that the agents' cgroups, which lie outside of Slurm's, hold only processes that root started there."""
-    facts.need_root("which processes are in the agents' cgroups")
+    facts.require_root("which processes are in the agents' cgroups")
     run_dir = facts.settings.run_dir
     if not os.path.isdir(ledger.locate_directory(run_dir)):
-        return ok(f"{ledger.locate_directory(run_dir)} does not exist yet")
+        return report_ok(f"{ledger.locate_directory(run_dir)} does not exist yet")
     try:
         with ledger.open_ledger(run_dir) as entries:
             known = list(entries)
@@ -240,12 +242,12 @@ def check_strangers(facts: HostFacts) -> Outcome:
             if process is not None and not any(word in process.arguments for word in _OURS):
                 told.append(f"pid {pid} ({process.name[:32]!r}, uid {process.uid}) in {entry.group.directories[0]}")
     if told:
-        return wrong(
-            f"foreign processes in the agents' cgroups, outside Slurm's limits: {some(told)}",
+        return report_wrong(
+            f"foreign processes in the agents' cgroups, outside Slurm's limits: {join_some(told)}",
             "agents and their workers only",
             "look at the process and at its owner; the reaper kills it with the agent when the job is over",
         )
-    return ok(f"{len(known)} jobs have agents here, with nobody else in their cgroups")
+    return report_ok(f"{len(known)} jobs have agents here, with nobody else in their cgroups")
 
 
 def check_room(facts: HostFacts) -> Outcome:
@@ -273,10 +275,10 @@ def check_room(facts: HostFacts) -> Outcome:
             finally:
                 os.close(fd)
     except FileNotFoundError:
-        return ok(f"{run_dir} does not exist yet, or has just changed")
+        return report_ok(f"{run_dir} does not exist yet, or has just changed")
     except OSError as exc:
         raise Unavailable(f"{run_dir}: {exc.strerror}") from None
     if told:
         fix = "a job's own directory: its owner fills it, only that job suffers; run directory: see what lies in it"
-        return warning(some(told), "room for sockets, maps and logs", fix)
-    return ok(f"{seen} file systems of gemini-hpc at {run_dir}, none of them nearly full")
+        return report_warning(join_some(told), "room for sockets, maps and logs", fix)
+    return report_ok(f"{seen} file systems of gemini-hpc at {run_dir}, none of them nearly full")

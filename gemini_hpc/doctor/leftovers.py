@@ -16,7 +16,7 @@ from gemini_hpc import clock
 from gemini_hpc.controller.registry import StoredJob
 from gemini_hpc.doctor import canary
 from gemini_hpc.doctor.facts import HostFacts
-from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.node import mounts
 from gemini_hpc.slurm.facts import PENDING, RUNNING
 
@@ -32,28 +32,28 @@ def check_reservations(facts: HostFacts) -> Outcome:
     """Check for nodes that are still reserved for a job that is over."""
     named = [(r, m) for r in facts.reservations if (m := _RESERVATION.fullmatch(r.name))]
     if named and "jobs" in facts.conf["PrivateData"].lower():
-        facts.need_slurm_user("other users' jobs (PrivateData)")
+        facts.require_slurm_user("other users' jobs (PrivateData)")
     told = []
     for reservation, match in named[:MAX_LOOKED_AT]:
         row = facts.queue.get(int(match[1]))
-        job = facts.job(int(match[1])) if row is not None and row.state == RUNNING else None
+        job = facts.find_job(int(match[1])) if row is not None and row.state == RUNNING else None
         if row is None:
-            told.append(f"{reservation.name} on {some(reservation.nodes, ',')}: its job is over")
+            told.append(f"{reservation.name} on {join_some(reservation.nodes, ',')}: its job is over")
         elif job and job.reservation != reservation.name and clock.time() - reservation.start_time > YOUNG_S:
-            told.append(f"{reservation.name} on {some(reservation.nodes, ',')}: its job runs without it")
+            told.append(f"{reservation.name} on {join_some(reservation.nodes, ',')}: its job runs without it")
     if told:
         fix = (
             "scontrol delete ReservationName=...; it ends by itself in 10 minutes; the controller's journal says why"
         )
-        return wrong(some(told), "no gemini_* reservation except for a job that waits to run again", fix)
-    return ok(
+        return report_wrong(join_some(told), "no gemini_* reservation except for a job that waits to run again", fix)
+    return report_ok(
         f"{len(named)} reservations of gemini-hpc, each for a waiting job"
         if named
         else "no reservation of gemini-hpc"
     )
 
 
-def age_s(reason: str, now: float) -> float | None:
+def parse_age_s(reason: str, now: float) -> float | None:
     """Return how many seconds ago a node's reason was set; Slurm reports it in UTC."""
     stamp = _STAMP.search(reason)
     if not stamp:
@@ -63,7 +63,7 @@ def age_s(reason: str, now: float) -> float | None:
     return None
 
 
-def _ago(seconds: float | None) -> str:
+def _format_age(seconds: float | None) -> str:
     if seconds is None:
         return "for an unknown time"
     return (
@@ -77,18 +77,21 @@ def _ago(seconds: float | None) -> str:
 
 def check_nodes(facts: HostFacts) -> Outcome:
     """Check for fenced nodes, which wait for the administrator."""
+    now = clock.time()
     told = [
-        f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_ago(age_s(n.reason, clock.time()))}"
+        f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_format_age(parse_age_s(n.reason, now))}"
         for n in facts.nodes.values()
         if n.reason.startswith(OURS) and (n.is_down or "DRAIN" in n.flags)
     ]
     if told:
         fix = "look at the node; then scontrol update NodeName=... State=RESUME"
-        return warning(f"fenced by the controller: {some(told)}", "no node that waits for an administrator", fix)
-    return ok(f"none of {len(facts.nodes)} nodes is down or drained with gemini-hpc's reason")
+        return report_warning(
+            f"fenced by the controller: {join_some(told)}", "no node that waits for an administrator", fix
+        )
+    return report_ok(f"none of {len(facts.nodes)} nodes is down or drained with gemini-hpc's reason")
 
 
-def changed(path: str) -> float:
+def read_change_time(path: str) -> float:
     """Return when a job's directory was last changed.
 
     Raises OSError if a user has mounted a file system over it, whose server may not answer.
@@ -111,7 +114,7 @@ def check_directories(facts: HostFacts) -> Outcome:
     try:
         names = sorted(os.listdir(run_dir))[:MAX_LOOKED_AT]
     except FileNotFoundError:
-        return ok(f"{run_dir} does not exist yet")
+        return report_ok(f"{run_dir} does not exist yet")
     with_agent = {p.agent_of for p in facts.processes}
     # At the end of the retention an agent may still save a last version to the tier.
     live, keep_s = facts.queue, facts.settings.retention_s + facts.settings.tier_flush_s + YOUNG_S
@@ -122,7 +125,7 @@ def check_directories(facts: HostFacts) -> Outcome:
             told.append(f"{path} does not belong to gemini-hpc")
             continue
         try:
-            quiet_s = now - changed(path)
+            quiet_s = now - read_change_time(path)
         except FileNotFoundError:
             continue
         except OSError as exc:
@@ -133,13 +136,13 @@ def check_directories(facts: HostFacts) -> Outcome:
         if int(name) not in with_agent:
             told.append(f"{path}: its job is over, no agent runs")
         elif quiet_s > keep_s:
-            job = facts.job(int(name))
+            job = facts.find_job(int(name))
             if job is None or (job.has_ended and now - job.end_time > keep_s):
                 told.append(f"{path}: its job is over for longer than retention_s, and its agent still holds memory")
     if told:
         fix = "the next protected job's prolog removes directories; end the agents that remain with kill"
-        return warning(some(told), f"in {run_dir} only directories of live or retained jobs", fix)
-    return ok(f"{run_dir} has {len(names)} entries, all of live or retained jobs")
+        return report_warning(join_some(told), f"in {run_dir} only directories of live or retained jobs", fix)
+    return report_ok(f"{run_dir} has {len(names)} entries, all of live or retained jobs")
 
 
 def _open_recoveries(path: str) -> set[int]:
@@ -159,7 +162,7 @@ def _open_recoveries(path: str) -> set[int]:
 
 def check_pins(facts: HostFacts) -> Outcome:
     """Check for waiting jobs with a node list that is not the user's."""
-    facts.need_slurm_user("the controller's records")
+    facts.require_slurm_user("the controller's records")
     state_dir = facts.settings.state_dir
     recovering = _open_recoveries(os.path.join(state_dir, "journal.jsonl"))
     told, kept = [], 0
@@ -171,28 +174,30 @@ def check_pins(facts: HostFacts) -> Outcome:
             continue
         except (OSError, msgspec.MsgspecError) as exc:
             raise Unavailable(f"{state_dir}/jobs/{raw_id}.job: {exc}") from None
-        job = facts.job(raw_id)
+        job = facts.find_job(raw_id)
         if job is None or not job.req_nodes or set(job.req_nodes) == set(stored.original):
             continue
         if row.state == PENDING and raw_id not in recovering:
-            told.append(f"job {job.id} waits for {some(job.req_nodes, ',')} ({job.reason[:40] or 'no reason'})")
+            told.append(f"job {job.id} waits for {join_some(job.req_nodes, ',')} ({job.reason[:40] or 'no reason'})")
         else:
             kept += 1
     if told:
         fix = "scontrol update JobId=J ReqNodeList= (the user's own list, if there was one)"
-        return warning(f"pinned by a recovery that is over: {some(told)}", "the user's own request", fix)
-    return ok(f"no waiting job has a stale pin{f' ({kept} running or recovering jobs have one)' if kept else ''}")
+        return report_warning(f"pinned by a recovery that is over: {join_some(told)}", "the user's own request", fix)
+    return report_ok(
+        f"no waiting job has a stale pin{f' ({kept} running or recovering jobs have one)' if kept else ''}"
+    )
 
 
 def check_canary(facts: HostFacts) -> Outcome:
     """Check for a node that a canary has taken away on this host and could not bring back."""
-    facts.need_root("what a canary has left")
-    taken = canary.left()
+    facts.require_root("what a canary has left")
+    taken = canary.read_taken()
     if taken is None:
-        return ok("no canary has left a node taken away")
+        return report_ok("no canary has left a node taken away")
     if clock.time() - taken.t < canary.LONGEST_S:
-        return ok(f"a canary is at work on {taken.node}")
-    return wrong(
+        return report_ok(f"a canary is at work on {taken.node}")
+    return report_wrong(
         f"slurmd of {taken.node} was stopped by a canary and not started again",
         "a node that is back",
         f"start slurmd there, or run doctor --canary again; then remove {canary.FILE}",

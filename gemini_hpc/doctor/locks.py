@@ -16,7 +16,7 @@ _FIELD = re.compile(r"\\([0-7]{3})")
 _MAX_BYTES = 16 << 20
 
 
-def holds(pid: int, info: os.stat_result) -> bool:
+def holds_lock(pid: int, info: os.stat_result) -> bool:
     """Return whether a process has this file open and locked; False if its descriptors are not visible."""
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -29,7 +29,7 @@ def holds(pid: int, info: os.stat_result) -> bool:
     return False
 
 
-def by_inode(info: os.stat_result, locks: str) -> list[int]:
+def find_pids_by_inode(info: os.stat_result, locks: str) -> list[int]:
     """Return the pids in the text of /proc/locks that hold such a lock on a file of this inode number.
 
     The file may be on any file system. A pid of 0 is one that is not visible from here.
@@ -44,7 +44,7 @@ def by_inode(info: os.stat_result, locks: str) -> list[int]:
     return found
 
 
-def holder(path: str, candidates: Iterable[int]) -> int | None:
+def find_holder(path: str, candidates: Iterable[int]) -> int | None:
     """Return the pid of the process that holds a lock on `path`.
 
     The result is 0 if the holder is not visible from here, and None if there is none. `candidates` are
@@ -52,16 +52,16 @@ def holder(path: str, candidates: Iterable[int]) -> int | None:
     """
     info = os.stat(path)
     with open("/proc/locks", encoding="ascii", errors="replace") as f:
-        pids = by_inode(info, f.read(_MAX_BYTES))
+        pids = find_pids_by_inode(info, f.read(_MAX_BYTES))
     for pid in dict.fromkeys((*candidates, *filter(None, pids))):
-        if holds(pid, info):
+        if holds_lock(pid, info):
             return pid
     # Not root: others' descriptors are hidden from us, so the inode number alone must suffice.
-    closed = [pid for pid in pids if pid == 0 or not _open_to_us(pid)]
+    closed = [pid for pid in pids if pid == 0 or not _is_visible(pid)]
     return closed[0] if closed else None
 
 
-def _open_to_us(pid: int) -> bool:
+def _is_visible(pid: int) -> bool:
     try:
         os.listdir(f"/proc/{pid}/fd")
     except PermissionError:
@@ -71,7 +71,7 @@ def _open_to_us(pid: int) -> bool:
     return True
 
 
-def file_system(path: str, mounts: str = "") -> str:
+def find_file_system(path: str, mounts: str = "") -> str:
     """Return the identity of the file system of `path`: its device in /proc/self/mountinfo.
 
     The device is the same for all subvolumes. `mounts` is the text of mountinfo, for tests. Raises OSError if

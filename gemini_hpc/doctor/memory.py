@@ -6,7 +6,7 @@ import os
 
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.doctor.facts import HostFacts
-from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
+from gemini_hpc.doctor.finding import Outcome, Unavailable, report_ok, report_warning, report_wrong
 from gemini_hpc.node.cgroup import SYSTEMD_BOOTED, find_lowest_limit, find_place
 from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.node.memory_cgroup import choose_cgroup
@@ -15,30 +15,33 @@ UNIT = "slurmd.service"
 _NOTHING = 0.05  # share of MemTotal that kernel and slurmd use anyway
 
 
-def _mib(n: float) -> str:
+def _format_mib(n: float) -> str:
     return f"{n / (1 << 20):,.0f} MiB"
 
 
-def carved(total: int, for_jobs: int, cap: int, consumable: bool) -> Outcome:
+def judge_carve_out(total: int, for_jobs: int, cap: int, consumable: bool) -> Outcome:
     """Judge the memory left for replicas. Sizes are in bytes.
 
     `for_jobs` is the memory that Slurm may give to jobs, `cap` the memory that one agent may use.
     """
-    numbers = f"MemTotal {_mib(total)}, for jobs (RealMemory less MemSpecLimit) {_mib(for_jobs)}, cap {_mib(cap)}"
-    wanted = f"RealMemory less MemSpecLimit of at most {_mib(total - cap)}"
+    numbers = f"MemTotal {_format_mib(total)}, for jobs (RealMemory less MemSpecLimit) {_format_mib(for_jobs)}"
+    numbers += f", cap {_format_mib(cap)}"
+    wanted = f"RealMemory less MemSpecLimit of at most {_format_mib(total - cap)}"
     fix = f"RealMemory={max(0, total - cap) >> 20} for this node in slurm.conf, or a smaller memory_fraction"
     if not consumable:
-        return warning(
+        return report_warning(
             f"{numbers}; Slurm does not count memory (SelectTypeParameters): nothing keeps jobs out of the cap",
             "SelectTypeParameters with memory, and " + wanted,
             "SelectTypeParameters=CR_Core_Memory in slurm.conf",
         )
     if total - for_jobs >= cap:
-        return ok(numbers)
+        return report_ok(numbers)
     if total - for_jobs < _NOTHING * total:
-        return wrong(f"{numbers}: nothing is left for replicas beside a job that uses all of its memory", wanted, fix)
+        return report_wrong(
+            f"{numbers}: nothing is left for replicas beside a job that uses all of its memory", wanted, fix
+        )
     short = cap - (total - for_jobs)
-    return warning(f"{numbers}: {_mib(short)} of the cap may be taken by jobs", wanted, fix)
+    return report_warning(f"{numbers}: {_format_mib(short)} of the cap may be taken by jobs", wanted, fix)
 
 
 def check_carve_out(facts: HostFacts) -> Outcome:
@@ -48,22 +51,22 @@ def check_carve_out(facts: HostFacts) -> Outcome:
         raise Unavailable("Slurm has no RealMemory for this host")
     consumable = "MEMORY" in facts.conf["SelectTypeParameters"].upper()
     for_jobs = max(0, node.memory_mb - node.spec_memory_mb) << 20
-    return carved(read_meminfo()["MemTotal"], for_jobs, Budget(facts.settings).cap_bytes, consumable)
+    return judge_carve_out(read_meminfo()["MemTotal"], for_jobs, Budget(facts.settings).cap_bytes, consumable)
 
 
-def slurmd_limit(limit: tuple[int, str] | None, cap: int) -> Outcome:
+def judge_slurmd_limit(limit: tuple[int, str] | None, cap: int) -> Outcome:
     """Judge the `limit` of slurmd's cgroup: bytes, and the file that sets them."""
     if limit is None:
-        return ok("slurmd's cgroup has no memory limit")
+        return report_ok("slurmd's cgroup has no memory limit")
     size, path = limit
     if size < cap:
-        return wrong(
-            f"slurmd's cgroup is limited to {_mib(size)} ({path}), an agent's cap is {_mib(cap)}: where agents "
-            "stay in it, replicas that fill it get slurmd killed",
+        return report_wrong(
+            f"slurmd's cgroup is limited to {_format_mib(size)} ({path}), an agent's cap is {_format_mib(cap)}: "
+            "where agents stay in it, replicas that fill it get slurmd killed",
             "no limit on slurmd's cgroup, or one above an agent's cap",
             "raise MemSpecLimit or MemoryMax of slurmd.service, or lower memory_fraction",
         )
-    return ok(f"slurmd's cgroup is limited to {_mib(size)}, an agent's cap is {_mib(cap)}")
+    return report_ok(f"slurmd's cgroup is limited to {_format_mib(size)}, an agent's cap is {_format_mib(cap)}")
 
 
 def check_slurmd_cgroup(facts: HostFacts) -> Outcome:
@@ -74,17 +77,17 @@ def check_slurmd_cgroup(facts: HostFacts) -> Outcome:
     here = find_place(daemons[0].pid)
     choice = choose_cgroup(here, facts.settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
     if choice.how != "stay":
-        return ok(f"agents leave slurmd's cgroup for {choice.directory or 'a scope of their own'}")
+        return report_ok(f"agents leave slurmd's cgroup for {choice.directory or 'a scope of their own'}")
     if here is None:
         raise Unavailable("no memory cgroup is visible here")
-    return slurmd_limit(find_lowest_limit(here), Budget(facts.settings).cap_bytes)
+    return judge_slurmd_limit(find_lowest_limit(here), Budget(facts.settings).cap_bytes)
 
 
-def kill_mode(value: str, where: str) -> Outcome:
+def judge_kill_mode(value: str, where: str) -> Outcome:
     """Judge the `value` of KillMode= in the file `where`; "" means systemd's default."""
     if value in ("process", "none"):
-        return ok(f"KillMode={value} in {where}")
-    return wrong(
+        return report_ok(f"KillMode={value} in {where}")
+    return report_wrong(
         f"{UNIT} has KillMode={value or 'control-group (the default)'}{f' in {where}' if where else ''}: "
         "a restart of slurmd kills the agents, and the running steps",
         "KillMode=process, as Slurm's own unit has it",
@@ -94,10 +97,10 @@ def kill_mode(value: str, where: str) -> Outcome:
 
 def check_unit(facts: HostFacts) -> Outcome:
     """Check that a restart of slurmd does not kill the agents."""
-    found = unit_files(UNIT)
+    found = list_unit_files(UNIT)
     if not found:
         raise Unavailable(f"no {UNIT} in {', '.join(UNIT_DIRECTORIES)}: slurmd is started by something else")
-    return kill_mode(*unit_setting(found, "Service", "KillMode"))
+    return judge_kill_mode(*read_unit_setting(found, "Service", "KillMode"))
 
 
 # Later directories win: the administrator's files override those of packages.
@@ -105,7 +108,7 @@ UNIT_DIRECTORIES = ("/usr/lib/systemd/system", "/lib/systemd/system", "/run/syst
 _MAX_UNIT_BYTES = 1 << 18
 
 
-def unit_files(unit: str, directories: tuple[str, ...] = UNIT_DIRECTORIES) -> list[str]:
+def list_unit_files(unit: str, directories: tuple[str, ...] = UNIT_DIRECTORIES) -> list[str]:
     """Return the unit's file and its drop-ins, in order of precedence, lowest first; [] if there is none."""
     main = [p for d in directories if os.path.isfile(p := os.path.join(d, unit))]
     if not main:
@@ -118,7 +121,7 @@ def unit_files(unit: str, directories: tuple[str, ...] = UNIT_DIRECTORIES) -> li
     return [main[-1], *(dropins[name] for name in sorted(dropins))]
 
 
-def unit_setting(paths: list[str], section: str, key: str) -> tuple[str, str]:
+def read_unit_setting(paths: list[str], section: str, key: str) -> tuple[str, str]:
     """Return (value, file) of the last assignment, empty if there is none. Raises OSError."""
     value, where = "", ""
     for path in paths:

@@ -14,8 +14,16 @@ from gemini_hpc.agent.peers.listen_address import find_interface_address
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.transfer.rdma import RdmaError, find_port
 from gemini_hpc.config import Settings
-from gemini_hpc.doctor.facts import CONTROLLER, HostFacts, sockets
-from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, worst, wrong
+from gemini_hpc.doctor.facts import CONTROLLER, HostFacts, list_sockets
+from gemini_hpc.doctor.finding import (
+    Outcome,
+    Unavailable,
+    combine_outcomes,
+    join_some,
+    report_ok,
+    report_warning,
+    report_wrong,
+)
 from gemini_hpc.settings import RDMA_OFF
 from gemini_hpc.wire import credentials, endpoint, hostname, site_key
 from gemini_hpc.wire.frames import FrameError, pack_bare, read_bare
@@ -39,12 +47,12 @@ class Range:
     def __str__(self) -> str:
         return f"{self.name} ({self.first}-{self.last})" if self.last > self.first else f"{self.name} ({self.first})"
 
-    def overlaps(self, first: int, last: int) -> bool:
+    def intersects(self, first: int, last: int) -> bool:
         """Return whether the two ranges have a port in common."""
         return self.first <= last and first <= self.last
 
 
-def ours(s: Settings) -> list[Range]:
+def list_our_ranges(s: Settings) -> list[Range]:
     """Return our port ranges, as in the administrators' guide."""
     return [
         Range("agents", s.agent_port_base, s.agent_port_base + s.agent_port_count - 1),
@@ -63,22 +71,22 @@ def check_slurm_ports(facts: HostFacts) -> Outcome:
             continue
         first, last = int(span[1]), int(span[2] or span[1])
         outcomes += [
-            wrong(
+            report_wrong(
                 f"{key}={conf[key]} overlaps the ports of {mine}",
                 "ranges apart",
                 "agent_port_base, agent_port_count, controller_port in gemini.toml, or Slurm's range",
             )
-            for mine in ours(s)
-            if mine.overlaps(first, last)
+            for mine in list_our_ranges(s)
+            if mine.intersects(first, last)
         ]
     port = conf["SlurmdPort"]
     if port.isdigit() and int(port) not in (0, s.slurmd_port):
         found = f"slurmd_port is {s.slurmd_port}, Slurm's SlurmdPort {port}"
-        outcomes.append(warning(found, "the same", f"slurmd_port = {port} in gemini.toml"))
-    return worst(outcomes) if outcomes else ok("Slurm's ports and gemini-hpc's do not overlap")
+        outcomes.append(report_warning(found, "the same", f"slurmd_port = {port} in gemini.toml"))
+    return combine_outcomes(outcomes) if outcomes else report_ok("Slurm's ports and gemini-hpc's do not overlap")
 
 
-def _numbers(path: str) -> str:
+def _read_numbers(path: str) -> str:
     try:
         with open(path, encoding="ascii", errors="replace") as f:
             return f.read(1 << 16)
@@ -86,7 +94,7 @@ def _numbers(path: str) -> str:
         raise Unavailable(f"{path}: {exc.strerror}") from None
 
 
-def free_of(mine: Range, reserved: str) -> bool:
+def is_reserved(mine: Range, reserved: str) -> bool:
     """Return whether the kernel reserves all of these ports (ip_local_reserved_ports, such as `1,17000-21095`)."""
     left = set(range(mine.first, mine.last + 1))
     for first, last in re.findall(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", reserved):
@@ -99,19 +107,23 @@ def check_ephemeral(facts: HostFacts) -> Outcome:
 
     Such a port may be taken when we need it.
     """
-    span = re.fullmatch(r"\s*([0-9]{1,5})\s+([0-9]{1,5})\s*", text := _numbers(_EPHEMERAL))
+    span = re.fullmatch(r"\s*([0-9]{1,5})\s+([0-9]{1,5})\s*", text := _read_numbers(_EPHEMERAL))
     if span is None:
         raise Unavailable(f"{_EPHEMERAL} does not hold two numbers: {text[:40]!r}")
     first, last = int(span[1]), int(span[2])
-    reserved = _numbers(_RESERVED)
-    hit = [mine for mine in ours(facts.settings) if mine.overlaps(first, last) and not free_of(mine, reserved)]
+    reserved = _read_numbers(_RESERVED)
+    hit = [
+        mine
+        for mine in list_our_ranges(facts.settings)
+        if mine.intersects(first, last) and not is_reserved(mine, reserved)
+    ]
     if hit:
-        return warning(
-            f"the kernel hands out ports {first}-{last}, among them those of {some(map(str, hit), ', ')}",
+        return report_warning(
+            f"the kernel hands out ports {first}-{last}, among them those of {join_some(map(str, hit), ', ')}",
             "gemini-hpc's ports outside net.ipv4.ip_local_port_range",
             "net.ipv4.ip_local_reserved_ports = " + ",".join(f"{m.first}-{m.last}" for m in hit) + " with sysctl",
         )
-    return ok(f"the kernel hands out {first}-{last}, none of gemini-hpc's ports")
+    return report_ok(f"the kernel hands out {first}-{last}, none of gemini-hpc's ports")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +135,7 @@ class ListeningSocket:
     inode: int
 
 
-def listeners(text: str) -> list[ListeningSocket]:
+def parse_listeners(text: str) -> list[ListeningSocket]:
     """Return the listening sockets in the text of /proc/net/tcp or tcp6."""
     found = []
     for line in text.splitlines()[1:_MAX_LINES]:
@@ -134,7 +146,7 @@ def listeners(text: str) -> list[ListeningSocket]:
     return found
 
 
-def _stranger(facts: HostFacts, listener: ListeningSocket) -> bool:
+def _is_stranger(facts: HostFacts, listener: ListeningSocket) -> bool:
     # A user cannot see which process the listener is.
     return facts.root or listener.uid != facts.slurm_uid
 
@@ -144,25 +156,25 @@ def check_in_use(facts: HostFacts) -> Outcome:
     everybody: list[ListeningSocket] = []
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError), open(path, encoding="ascii", errors="replace") as f:
-            everybody += listeners(f.read(32 << 20))
-    agents, master, controller = ours(facts.settings)
+            everybody += parse_listeners(f.read(32 << 20))
+    agents, master, controller = list_our_ranges(facts.settings)
     mine: set[int] = set()
     for process in facts.processes:
         if process.agent_of is not None or process.controller:
-            mine |= sockets(process.pid)
-    holders = {inode: p for p in facts.processes for inode in sockets(p.pid)} if facts.root else {}
+            mine |= list_sockets(process.pid)
+    holders = {inode: p for p in facts.processes for inode in list_sockets(p.pid)} if facts.root else {}
     hits, unknown = [], False
     for listener in everybody:
         if listener.inode in mine:
             continue
-        if agents.overlaps(listener.port, listener.port):
+        if agents.intersects(listener.port, listener.port):
             # Another user's listener may well be an agent: only root can see that.
             unknown = unknown or not facts.root
             if facts.root or listener.uid < _FIRST_USER:
                 hits.append((listener, agents))
-        elif master.overlaps(listener.port, listener.port) and listener.uid < _FIRST_USER:
+        elif master.intersects(listener.port, listener.port) and listener.uid < _FIRST_USER:
             hits.append((listener, master))
-        elif listener.port == controller.first and CONTROLLER in facts.roles and _stranger(facts, listener):
+        elif listener.port == controller.first and CONTROLLER in facts.roles and _is_stranger(facts, listener):
             hits.append((listener, controller))
     if hits:
         told = []
@@ -170,14 +182,14 @@ def check_in_use(facts: HostFacts) -> Outcome:
             holder = holders.get(listener.inode)
             who = f"{holder.name} (pid {holder.pid})" if holder else f"uid {listener.uid}"
             told.append(f"{who} listens on {listener.port}, a port of {which}")
-        return warning(
-            some(told),
+        return report_warning(
+            join_some(told),
             "no other program on gemini-hpc's ports",
             "move that program, or change the ports in gemini.toml",
         )
     if unknown:
         raise Unavailable("other users listen on ports of agents: only root can see whether they are agents")
-    return ok("no other program listens on gemini-hpc's ports")
+    return report_ok("no other program listens on gemini-hpc's ports")
 
 
 def check_addresses(facts: HostFacts) -> Outcome:
@@ -186,13 +198,13 @@ def check_addresses(facts: HostFacts) -> Outcome:
     name = node.name if node else facts.hostname
     if s.interface:
         if not find_interface_address(s.interface)[0]:
-            return wrong(
+            return report_wrong(
                 f"interface {s.interface!r} has no IPv4 address on this node: agents listen on all of them",
                 "an interface with an address",
                 "correct interface in gemini.toml",
             )
         if s.peer_address == "{host}":
-            return warning(
+            return report_warning(
                 f"interface is {s.interface!r}, but peers dial the plain host name",
                 "a peer_address that resolves to that interface",
                 'set peer_address, such as "{host}-ib0"',
@@ -204,14 +216,16 @@ def check_addresses(facts: HostFacts) -> Outcome:
         }
     except OSError as exc:
         text = f"peers dial {dialled!r}, which has no IPv4 address: {exc.strerror or exc}"
-        return wrong(text, "a name that resolves to this host", "peer_address in gemini.toml, or the name service")
+        return report_wrong(
+            text, "a name that resolves to this host", "peer_address in gemini.toml, or the name service"
+        )
     for address in found:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
             probe.bind((address, 0))  # only an address of this host can be bound
             if not address.startswith("127."):
-                return ok(f"peers dial {dialled} ({address})")
-    text = f"peers dial {dialled!r}, which is {some(sorted(found), ', ')}: peers cannot reach this host there"
-    return wrong(
+                return report_ok(f"peers dial {dialled} ({address})")
+    text = f"peers dial {dialled!r}, which is {join_some(sorted(found), ', ')}: peers cannot reach this host there"
+    return report_wrong(
         text, "an address of this host that its peers reach", "peer_address in gemini.toml, or the name service"
     )
 
@@ -224,12 +238,12 @@ def check_controller(facts: HostFacts) -> Outcome:
     try:
         greet(s, facts.slurm_uid)
     except GreetingError as exc:
-        return wrong(
+        return report_wrong(
             f"no greeting from the controller: {exc}",
             f"the controller at {s.controller_host}:{s.controller_port}, as {s.slurm_user}",
             "start it (gemini-hpc controller), open the port in the firewall, or correct the settings on one side",
         )
-    return ok(f"{s.controller_host}:{s.controller_port} answers as {s.slurm_user}")
+    return report_ok(f"{s.controller_host}:{s.controller_port} answers as {s.slurm_user}")
 
 
 def judge_rdma(setting: str | tuple[str, ...], port: str, reason: str, locked: int | None, cap: int) -> Outcome:
@@ -243,15 +257,15 @@ def judge_rdma(setting: str | tuple[str, ...], port: str, reason: str, locked: i
         cap: Bytes of replicas that one agent may take.
     """
     if setting == RDMA_OFF:
-        return ok("rdma is off: agents push over TCP")
+        return report_ok("rdma is off: agents push over TCP")
     if not port:
         fix = "pip install '.[rdma]' and libibverbs1 on the nodes, or another device; or rdma off in gemini.toml"
-        return warning(f"agents push over TCP: {reason}", "a port for RDMA, as the setting asks", fix)
+        return report_warning(f"agents push over TCP: {reason}", "a port for RDMA, as the setting asks", fix)
     if locked is not None and locked < cap:
         found = f"{port} is active, but slurmd's limit of locked memory is {locked >> 20:,} MiB"
         fix = "systemctl edit slurmd.service: [Service] LimitMEMLOCK=infinity"
-        return warning(f"{found}: larger slots go over TCP", f"at least the cap of {cap >> 20:,} MiB", fix)
-    return ok(f"{port} is active; agents try each peer before they use it")
+        return report_warning(f"{found}: larger slots go over TCP", f"at least the cap of {cap >> 20:,} MiB", fix)
+    return report_ok(f"{port} is active; agents try each peer before they use it")
 
 
 def check_rdma(facts: HostFacts) -> Outcome:
@@ -263,7 +277,9 @@ def check_rdma(facts: HostFacts) -> Outcome:
         except RdmaError as exc:
             reason = str(exc)
         for process in (p for p in facts.processes if p.name == "slurmd"):
-            found = re.search(r"^Max locked memory\s+(\d+)", _numbers(f"/proc/{process.pid}/limits"), re.MULTILINE)
+            found = re.search(
+                r"^Max locked memory\s+(\d+)", _read_numbers(f"/proc/{process.pid}/limits"), re.MULTILINE
+            )
             locked = int(found[1]) if found else None
     return judge_rdma(setting, port, reason, locked, Budget(facts.settings).cap_bytes)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gemini_hpc.doctor import elf
 from gemini_hpc.doctor.facts import HostFacts
-from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
+from gemini_hpc.doctor.finding import Outcome, Unavailable, report_ok, report_warning, report_wrong
 
 NAME = "gemini_spank.so"
 DEFAULT_RUN_DIR = "/run/gemini-hpc"
@@ -28,7 +28,7 @@ class PluginLine:
     arguments: tuple[str, ...]
 
 
-def plugstack(facts: HostFacts) -> str:
+def find_plugstack(facts: HostFacts) -> str:
     """Return the plugstack.conf in effect on this host.
 
     The file is beside slurm.conf, or where nodes store the copy from slurmctld.
@@ -40,7 +40,7 @@ def plugstack(facts: HostFacts) -> str:
     return stated or os.path.join(os.path.dirname(facts.conf["SLURM_CONF"]), "plugstack.conf")
 
 
-def lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[PluginLine]:
+def read_lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[PluginLine]:
     """Yield the plugins of a plugstack.conf and its includes. Raises OSError.
 
     The names of all files read are added to `seen`.
@@ -60,25 +60,25 @@ def lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[PluginLine]:
         need, file, *arguments = words
         if need == "include":
             for included in sorted(glob.glob(os.path.join(os.path.dirname(path), file))):
-                yield from lines(included, plugin_dirs, seen)
+                yield from read_lines(included, plugin_dirs, seen)
         elif need in ("optional", "required"):
             places = [os.path.join(d, file) for d in plugin_dirs.split(":")] if not file.startswith("/") else [file]
             found = next((p for p in places if os.path.exists(p)), places[0])
             yield PluginLine(path, need, found, tuple(arguments))
 
 
-def our_line(facts: HostFacts) -> PluginLine | None:
+def find_our_line(facts: HostFacts) -> PluginLine | None:
     """Return the plugin's line, None if there is none."""
-    path = plugstack(facts)
+    path = find_plugstack(facts)
     try:
-        found = list(lines(path, facts.conf["PluginDir"], set()))
+        found = list(read_lines(path, facts.conf["PluginDir"], set()))
     except OSError as exc:
         raise Unavailable(f"{path}: {exc.strerror}") from None
     return next((line for line in found if os.path.basename(line.path) == NAME), None)
 
 
-def _there(facts: HostFacts) -> PluginLine:
-    line = our_line(facts)
+def _require_plugin(facts: HostFacts) -> PluginLine:
+    line = find_our_line(facts)
     if line is None or not os.path.exists(line.path):
         raise Unavailable("no plugin (see plugin.line)")
     return line
@@ -86,51 +86,51 @@ def _there(facts: HostFacts) -> PluginLine:
 
 def check_line(facts: HostFacts) -> Outcome:
     """Check that the plugin is configured, and installed."""
-    path = plugstack(facts)
+    path = find_plugstack(facts)
     wanted = f"`optional .../{NAME}` in {path}, and that file, on every host"
     fix = "make -C slurm install, and the line of slurm/plugstack.conf.example"
     if not os.path.exists(path):
-        return wrong(f"{path} does not exist: no option --gemini-replicas, no protection", wanted, fix)
-    found = our_line(facts)
+        return report_wrong(f"{path} does not exist: no option --gemini-replicas, no protection", wanted, fix)
+    found = find_our_line(facts)
     if found is None:
-        return wrong(f"{path} does not name {NAME}: no option --gemini-replicas, no protection", wanted, fix)
+        return report_wrong(f"{path} does not name {NAME}: no option --gemini-replicas, no protection", wanted, fix)
     if not os.path.exists(found.path):
-        return wrong(f"{found.path} does not exist: with `{found.need}` in {found.file}", wanted, fix)
+        return report_wrong(f"{found.path} does not exist: with `{found.need}` in {found.file}", wanted, fix)
     if found.need == "required":
         text = f"{found.file} has `required`: a plugin that does not load stops everybody's jobs"
-        return warning(text, wanted, "write optional instead")
-    return ok(f"{found.path}, optional in {found.file}")
+        return report_warning(text, wanted, "write optional instead")
+    return report_ok(f"{found.path}, optional in {found.file}")
 
 
 def check_release(facts: HostFacts) -> Outcome:
     """Check the plugin's release: Slurm does not load one of another release, and jobs run without protection."""
-    path = _there(facts).path
+    path = _require_plugin(facts).path
     wanted = f"a plugin built against the headers of Slurm {'{}.{:02}'.format(*facts.release.series)}"
     fix = "make -C slurm clean all install with the headers of the Slurm that is installed here"
     try:
-        built = elf.built_for(path)
+        built = elf.read_release(path)
     except elf.ElfError as exc:
-        return wrong(f"{path}: {exc}", wanted, fix)
+        return report_wrong(f"{path}: {exc}", wanted, fix)
     except OSError as exc:
         raise Unavailable(f"{path}: {exc.strerror}") from None
     if built.series != facts.release.series:
         found = f"{path} was built for Slurm {built}, this host has {facts.release}: Slurm silently does not load it"
-        return wrong(found, wanted, fix)
-    return ok(f"built for {built}, this host has {facts.release}")
+        return report_wrong(found, wanted, fix)
+    return report_ok(f"built for {built}, this host has {facts.release}")
 
 
 def check_run_dir(facts: HostFacts) -> Outcome:
     """Check that the plugin searches for the map where the prolog puts it."""
-    told = [a.partition("=")[2] for a in _there(facts).arguments if a.startswith("run_dir=")]
+    told = [a.partition("=")[2] for a in _require_plugin(facts).arguments if a.startswith("run_dir=")]
     found, wanted = (told[-1] if told else DEFAULT_RUN_DIR), facts.settings.run_dir
-    strange = [a for a in _there(facts).arguments if not a.startswith("run_dir=")]
+    strange = [a for a in _require_plugin(facts).arguments if not a.startswith("run_dir=")]
     if strange:
         text = f"the plugin refuses its argument {strange[0][:60]!r}"
-        return wrong(text, "run_dir=DIR or nothing", f"correct the line in {plugstack(facts)}")
+        return report_wrong(text, "run_dir=DIR or nothing", f"correct the line in {find_plugstack(facts)}")
     if found.rstrip("/") != wanted.rstrip("/"):
-        return wrong(
+        return report_wrong(
             f"the plugin looks in {found}, the agents are in {wanted}: tasks find no map, nothing is protected",
             "one run_dir",
-            f"run_dir={wanted} behind the plugin in {plugstack(facts)}",
+            f"run_dir={wanted} behind the plugin in {find_plugstack(facts)}",
         )
-    return ok(found)
+    return report_ok(found)

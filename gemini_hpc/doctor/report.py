@@ -18,7 +18,7 @@ SCHEMA = 1
 Document = dict[str, Any]
 
 
-def document(
+def build_document(
     findings: Sequence[Finding], here: Here, roles: Sequence[str], user: str, slurm: str, status: int, now: float
 ) -> Document:
     """Return the document of schema 1, to which keys are only ever added. `status` is the exit status."""
@@ -39,7 +39,7 @@ def document(
     }
 
 
-def tame(text: str) -> str:
+def sanitize_text(text: str) -> str:
     """Return text with unprintable characters replaced.
 
     Paths, reasons and names partly come from other users, and the output appears on root's terminal.
@@ -47,7 +47,7 @@ def tame(text: str) -> str:
     return replace_unprintable(" ".join(text.split()))
 
 
-def text(d: Document, columns: int = USUAL) -> str:
+def format_document(d: Document, columns: int = USUAL) -> str:
     """Return each check with its finding, and for faults the wanted state and the remedy.
 
     Checks that are skipped for the same reason share one entry.
@@ -67,10 +67,10 @@ def text(d: Document, columns: int = USUAL) -> str:
         if not names:
             continue
         name = f"{names[0]:<{name_width}}  " if len(names) == 1 else f"{', '.join(names)}: "
-        lines += fold(name + tame(c["found"]), columns, " " * 11, f"{word:<8} ")
+        lines += fold(name + sanitize_text(c["found"]), columns, " " * 11, f"{word:<8} ")
         if c["status"] in (WARNING, WRONG):
-            lines += fold(tame(c["wanted"]), columns, " " * 19, f"{'':<11}wanted: ")
-            lines += fold(tame(c["fix"]), columns, " " * 19, f"{'':<11}fix:    ")
+            lines += fold(sanitize_text(c["wanted"]), columns, " " * 19, f"{'':<11}wanted: ")
+            lines += fold(sanitize_text(c["fix"]), columns, " " * 19, f"{'':<11}fix:    ")
     counts = Counter(c["status"] for c in shown)
     elsewhere = len(d["checks"]) - len(shown)
     summary = ", ".join(f"{counts[word]} {word}" for word in STATUSES)

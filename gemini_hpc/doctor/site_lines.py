@@ -40,7 +40,7 @@ class Need:
     found: str
 
 
-def release(path: str) -> SlurmRelease | None:
+def read_release(path: str) -> SlurmRelease | None:
     """Return the release of this host's Slurm, which need not run; None if it is not known."""
     env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "SLURM_CONF": path}
     try:
@@ -53,7 +53,7 @@ def release(path: str) -> SlurmRelease | None:
         return None
 
 
-def read(path: str, of: SlurmRelease | None) -> Configuration:
+def read_slurm_conf(path: str, of: SlurmRelease | None) -> Configuration:
     """Return the keys of a slurm.conf and of what it includes, as Slurm reads them.
 
     Args:
@@ -64,8 +64,8 @@ def read(path: str, of: SlurmRelease | None) -> Configuration:
         OSError: A file cannot be read.
     """
     values: dict[str, str] = {}
-    several = several_lines(of)
-    for name, value in _assignments(path, set()):
+    several = runs_every_line(of)
+    for name, value in _read_assignments(path, set()):
         key = _KEYS.get(name.lower(), name)
         if key in ("Prolog", "Epilog"):
             key += f"[{sum(k.startswith(f'{key}[') for k in values)}]" if several else ""
@@ -75,7 +75,7 @@ def read(path: str, of: SlurmRelease | None) -> Configuration:
     return Configuration(values)
 
 
-def several_lines(of: SlurmRelease | None) -> bool:
+def runs_every_line(of: SlurmRelease | None) -> bool:
     """Return whether Slurm runs the scripts of each Prolog= and Epilog= line, not of the last one only."""
     return of is not None and of.series >= _SEVERAL_LINES
 
@@ -94,7 +94,7 @@ _KEYS = {
 }
 
 
-def _assignments(path: str, seen: set[str]) -> Iterator[tuple[str, str]]:
+def _read_assignments(path: str, seen: set[str]) -> Iterator[tuple[str, str]]:
     if path in seen or len(seen) >= _MAX_FILES:
         return
     seen.add(path)
@@ -104,25 +104,25 @@ def _assignments(path: str, seen: set[str]) -> Iterator[tuple[str, str]]:
         words = line.partition("#")[0].split(maxsplit=1)
         if len(words) == 2 and words[0].lower() == "include":
             for included in sorted(glob.glob(os.path.join(os.path.dirname(path), words[1].strip()))):
-                yield from _assignments(included, seen)
+                yield from _read_assignments(included, seen)
             continue
         name, equals, value = line.partition("#")[0].partition("=")
         if equals and " " not in name.strip():
             yield name.strip(), value.strip().strip('"')
 
 
-def needs(slurm_conf: str, of: SlurmRelease | None) -> list[Need]:
+def list_needs(slurm_conf: str, of: SlurmRelease | None) -> list[Need]:
     """Return all needs of the two files, met or not. Raises OSError."""
-    conf = read(slurm_conf, of)
+    conf = read_slurm_conf(slurm_conf, of)
     return [
-        _prolog_flags(conf, slurm_conf),
-        *_scripts(conf, slurm_conf, several_lines(of)),
-        *_jobs(conf, slurm_conf),
-        _plugin(conf, slurm_conf),
+        _build_flags_need(conf, slurm_conf),
+        *_build_script_needs(conf, slurm_conf, runs_every_line(of)),
+        *_build_job_needs(conf, slurm_conf),
+        _build_plugin_need(conf, slurm_conf),
     ]
 
 
-def _prolog_flags(conf: Configuration, file: str) -> Need:
+def _build_flags_need(conf: Configuration, file: str) -> Need:
     found = conf["PrologFlags"]
     flags = [f for f in found.split(",") if f]
     # These imply Alloc, as slurm.conf(5) says.
@@ -133,12 +133,12 @@ def _prolog_flags(conf: Configuration, file: str) -> Need:
     return Need(file, line, why, bool(alloc) and kept == flags, found)
 
 
-def _scripts(conf: Configuration, file: str, several: bool) -> Iterator[Need]:
+def _build_script_needs(conf: Configuration, file: str, several: bool) -> Iterator[Need]:
     for kind, does in (("Prolog", "starts the agents"), ("Epilog", "releases the agents' memory")):
         name = kind.lower()
-        ours, found = f"{SCRIPTS}/{name}", conf.all(kind)
+        ours, found = f"{SCRIPTS}/{name}", conf.list_values(kind)
         directory = next((os.path.dirname(value) for value in found if glob.has_magic(value)), "")
-        met = any(_calls(path, kind) for path in scripts.in_force(conf, kind))
+        met = any(_calls(path, kind) for path in scripts.list_scripts(conf, kind))
         why = f"{ours} {does}; it does nothing for jobs without --gemini-replicas"
         if met or not found:
             line = f"{kind}={found[-1] if met else ours}"
@@ -157,32 +157,32 @@ def _scripts(conf: Configuration, file: str, several: bool) -> Iterator[Need]:
 def _calls(path: str, kind: str) -> bool:
     ours = f"{SCRIPTS}/{kind.lower()}"
     try:
-        return scripts.called_by(path, kind) is not None or scripts.handed_on(path) == ours
+        return scripts.find_our_script(path, kind) is not None or scripts.find_drop_in_target(path) == ours
     except OSError:
         return path == ours  # the nodes have it, this host need not
 
 
-def _jobs(conf: Configuration, file: str) -> Iterator[Need]:
+def _build_job_needs(conf: Configuration, file: str) -> Iterator[Need]:
     requeue = conf["JobRequeue"]
     why = "Slurm requeues a job whose node died; users may still say --no-requeue. It is Slurm's default"
     yield Need(file, "JobRequeue=1", why, requeue in ("", "1"), requeue)
     wait = conf["UnkillableStepTimeout"]
     why = "a survivor whose step hangs on the dead node is not drained while it waits. It is Slurm's default"
-    met = not wait or (conf.number("UnkillableStepTimeout") or 0.0) >= _LONGEST_WAIT_S
+    met = not wait or (conf.parse_number("UnkillableStepTimeout") or 0.0) >= _LONGEST_WAIT_S
     yield Need(file, f"UnkillableStepTimeout={_LONGEST_WAIT_S:.0f}", why, met, wait)
 
 
-def _plugin(conf: Configuration, slurm_conf: str) -> Need:
+def _build_plugin_need(conf: Configuration, slurm_conf: str) -> Need:
     path = conf["PlugStackConfig"] or os.path.join(os.path.dirname(slurm_conf), "plugstack.conf")
     usual = [d for pattern in _USUAL_PLUGIN_DIRS for d in sorted(glob.glob(pattern))]
     seen: set[str] = set()
     try:
-        lines = list(plugin.lines(path, conf["PluginDir"] or ":".join(usual) or "/usr/lib/slurm", seen))
+        lines = list(plugin.read_lines(path, conf["PluginDir"] or ":".join(usual) or "/usr/lib/slurm", seen))
     except OSError:
         lines = []
     ours = next((line for line in lines if os.path.basename(line.path) == plugin.NAME), None)
     directory = f"{path}.d"
-    if os.path.isfile(DROP_IN) and _includes(path, directory):
+    if os.path.isfile(DROP_IN) and _has_include(path, directory):
         line = f"cp {DROP_IN} {directory}/"
     else:
         line = f"optional {plugin.NAME}"
@@ -191,7 +191,7 @@ def _plugin(conf: Configuration, slurm_conf: str) -> Need:
     return Need(path, line, why, met, f"{ours.need} {ours.path}" if ours else "")
 
 
-def _includes(path: str, directory: str) -> bool:
+def _has_include(path: str, directory: str) -> bool:
     """Return whether a plugstack.conf includes the files of a directory."""
     try:
         with open(path, encoding="utf-8", errors="replace") as f:

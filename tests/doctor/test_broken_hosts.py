@@ -235,7 +235,7 @@ def test_each_fact_missing(uid: int) -> None:
     for missing in ((), *((name,) for name in FACTS), tuple(FACTS)):
         with as_user(uid):
             found = list(examine(Lacking(*missing)))
-        document = report.document(found, Here("h", "", None), ["node"], "root", "", 0, 0.0)
+        document = report.build_document(found, Here("h", "", None), ["node"], "root", "", 0, 0.0)
         assert len(found) == len(CHECKS) and broken(document) == [], missing
 
 

@@ -146,13 +146,13 @@ from gemini_hpc.doctor import canary
 async def back(taken):
     return ""
 
-canary._back = back
+canary._wait_until_back = back
 canary.find_tool = lambda name: "/bin/true"
 canary.LONGEST_S = float(sys.argv[3])
 taken = canary.Taken("n2", 7, sys.argv[1], time.time())
 guard = canary.Guard(taken, sys.argv[2])
 try:
-    canary.call(taken.program, "stop", taken.node, taken.job)
+    canary.call_program(taken.program, "stop", taken.node, taken.job)
     {end}
 finally:
     guard.undo()
@@ -200,18 +200,18 @@ def test_what_cannot_be_undone_is_said_and_kept(
     (tmp_path / "fails").touch()
     assert not canary.undo(taken, said.append, str(state))
     assert "NOT undone" in said[-1] and len(calls(tmp_path)) == canary.TRIES
-    assert os.geteuid() or canary.left(str(state)) == taken
+    assert os.geteuid() or canary.read_taken(str(state)) == taken
 
 
 def test_doctor_tells_of_it(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def look() -> str:
         site = Site(program)
-        monkeypatch.setattr(site, "need_root", lambda what: None)
+        monkeypatch.setattr(site, "require_root", lambda what: None)
         [found] = examine(site, ["leftovers.canary"])
         return found.status
 
     taken = Taken("n2", 7, str(program), time.time())
-    monkeypatch.setattr(canary, "left", lambda: taken)
+    monkeypatch.setattr(canary, "read_taken", lambda: taken)
     assert look() == "ok", "it is at work"
     taken = Taken("n2", 7, str(program), time.time() - 2 * canary.LONGEST_S)
     assert look() == "wrong"

@@ -56,14 +56,14 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r.status for r in rows] == [
         *("ok", "differs", "differs", "wrong", "not asked (busy)", "no answer", "no answer", "not asked", "not asked")
     ]
-    d = cluster.document(rows, "ctl", DIGEST, 1.0)
+    d = cluster.build_document(rows, "ctl", DIGEST, 1.0)
     assert d["status"] == 1 and json.loads(json.dumps(d))["nodes"][1]["version"] == "0.1.0"
-    text = cluster.text(rows, "ctl", DIGEST, 200)
+    text = cluster.format_table(rows, "ctl", DIGEST, 200)
     assert "n[2-3]: x.a: odd a" in text, "what several nodes have is said once"
     for part in ("n8: DOWN: disk", "n5: no free CPU", "n6: no answer within", "1 accepted warnings are not shown"):
         assert part in text
     assert "odd b" not in text
-    assert cluster.document(rows[:1] + rows[7:], "ctl", DIGEST, 1.0)["status"] == 0, "what Slurm has put aside"
+    assert cluster.build_document(rows[:1] + rows[7:], "ctl", DIGEST, 1.0)["status"] == 0, "what Slurm has put aside"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_srun_says_of_a_node_that_it_is_not_given(why: str, status: str) -> None:
-    assert cluster.row(node("n1"), "", why, DIGEST).status == status
+    assert cluster.build_row(node("n1"), "", why, DIGEST).status == status
 
 
 def test_nodes_full_of_jobs_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,8 @@ def test_nodes_full_of_jobs_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     full = [node(f"b{n}", "ALLOCATED") for n in range(1000)]
     rows = cluster.gather([*full, node("n1")], {"main": "UP"}, "/x.toml", DIGEST, asking)
     assert {r.status for r in rows[:-1]} == {"not asked (busy)"} and rows[-1].status == "ok"
-    assert cluster.document(rows, "ctl", DIGEST, 1.0)["status"] == 0
-    text = cluster.text(rows, "ctl", DIGEST, 80).splitlines()
+    assert cluster.build_document(rows, "ctl", DIGEST, 1.0)["status"] == 0
+    text = cluster.format_table(rows, "ctl", DIGEST, 80).splitlines()
     assert "not asked (busy) b[0-999]: jobs have all CPUs" in text
     assert text[-1].startswith("1001 nodes: 1 ok, 1000 not asked (busy); ")
 

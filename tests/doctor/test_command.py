@@ -17,10 +17,10 @@ from gemini_hpc.doctor import elf, examine, memory, network, report, slurm
 from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
 from gemini_hpc.doctor.examine import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.facts import Here, HostFacts
-from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, ok, warning
-from gemini_hpc.doctor.leftovers import age_s
-from gemini_hpc.doctor.memory import unit_files, unit_setting
-from gemini_hpc.doctor.network import Range, free_of, listeners
+from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, report_ok, report_warning
+from gemini_hpc.doctor.leftovers import parse_age_s
+from gemini_hpc.doctor.memory import list_unit_files, read_unit_setting
+from gemini_hpc.doctor.network import Range, is_reserved, parse_listeners
 from gemini_hpc.node.cgroup import find_lowest_limit
 from gemini_hpc.node.memory_cgroup import Place
 from gemini_hpc.slurm.text import parse_configuration, parse_ping
@@ -57,7 +57,7 @@ def test_one_check_never_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> No
 
     def hangs(_: HostFacts) -> Outcome:
         released.wait(60)
-        return ok("too late")
+        return report_ok("too late")
 
     def closed(_: HostFacts) -> Outcome:
         raise PermissionError(13, "Permission denied", "/etc/secret")
@@ -70,7 +70,7 @@ def test_one_check_never_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> No
         "b.hangs": hangs,
         "c.closed": closed,
         "d.cannot": cannot,
-        "e.good": lambda _: ok("fine"),
+        "e.good": lambda _: report_ok("fine"),
     }
     checks = tuple(Check(name, "believe-slurm", ANYWHERE, look) for name, look in looks.items())
     checks += (Check("f.node", "believe-slurm", ON_NODE, breaks),)
@@ -88,7 +88,7 @@ def test_one_check_never_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_fact_that_hangs_is_not_waited_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "CHECK_TIMEOUT_S", 0.3)
     released, facts = threading.Event(), Told()
-    look = lambda f: ok(str(f._remembered("hung", released.wait)))  # noqa: E731
+    look = lambda f: report_ok(str(f._remember("hung", released.wait)))  # noqa: E731
     checks = tuple(Check(f"x.{n}", "believe-slurm", ANYWHERE, look) for n in range(5))
     began = time.monotonic()
     statuses = [f.status for f in examine.examine(facts, checks=checks)]
@@ -98,8 +98,8 @@ def test_a_fact_that_hangs_is_not_waited_for_twice(monkeypatch: pytest.MonkeyPat
 
 def test_the_text() -> None:
     findings = list(examine.examine(Told(UnkillableStepTimeout="5 sec\x1b[2J"), ["slurm.unkillable", "memory.unit"]))
-    d = report.document(findings, HERE, ["login"], "root", "22.05.8", 1, 2.0)
-    text = report.text(d)
+    d = report.build_document(findings, HERE, ["login"], "root", "22.05.8", 1, 2.0)
+    text = report.format_document(d)
     assert "WRONG    slurm.unkillable" in text and "wanted: at least 60 s" in text and "fix:" in text
     assert "memory.unit" not in text and "1 are for other hosts" in text and "\x1b" not in text
     assert sum(d["counts"].values()) == len(d["checks"]) == 2
@@ -109,11 +109,15 @@ def test_accepted_warnings_are_counted_and_not_shown() -> None:
     """Check that a finding of status wrong is shown, whatever the settings accept."""
     facts = Told(UnkillableStepTimeout="5 sec")
     facts._known["settings"] = Settings(accepted_warnings=("x.warns", "slurm.unkillable"))
-    warns = Check("x.warns", "", ANYWHERE, lambda _: warning("odd", "even", "none"))
+    warns = Check("x.warns", "", ANYWHERE, lambda _: report_warning("odd", "even", "none"))
     found = list(examine.examine(facts, ["x.warns", "slurm.unkillable"], (*examine.CHECKS, warns)))
-    d = report.document(found, HERE, ["login"], "root", "", 1, 2.0)
+    d = report.build_document(found, HERE, ["login"], "root", "", 1, 2.0)
     assert d["counts"]["accepted"] == 1 and d["counts"]["wrong"] == 1
-    assert "odd" not in report.text(d) and "1 accepted" in report.text(d) and "slurm.unkillable" in report.text(d)
+    assert (
+        "odd" not in report.format_document(d)
+        and "1 accepted" in report.format_document(d)
+        and "slurm.unkillable" in report.format_document(d)
+    )
 
 
 def test_every_check_is_documented_and_broken_by_a_test() -> None:
@@ -131,7 +135,9 @@ def test_every_check_is_documented_and_broken_by_a_test() -> None:
 
 def test_the_document_is_documented() -> None:
     text = (ROOT / "docs/json.md").read_text().split("\n## doctor\n")[1].split("\n## ")[0]
-    d = report.document(list(examine.examine(Told(), ["slurm.unkillable"])), HERE, ["login"], "root", "", 0, 2.0)
+    d = report.build_document(
+        list(examine.examine(Told(), ["slurm.unkillable"])), HERE, ["login"], "root", "", 0, 2.0
+    )
     json.dumps(d)
     assert d["schema"] == 1
     assert all(f"`{key}`" in text for key in [*d, *d["checks"][0], *STATUSES])
@@ -145,8 +151,8 @@ def test_later_releases_configuration() -> None:
     conf = Configuration(
         parse_configuration("Configuration data as of now\n" + text + "\nSlurmctld(primary) at c is UP")
     )
-    assert conf.all("Prolog") == ["/a", "/b"] and conf.all("Epilog") == []
-    assert conf.number("UnkillableStepTimeout") == 60 and conf.number("None") is None
+    assert conf.list_values("Prolog") == ["/a", "/b"] and conf.list_values("Epilog") == []
+    assert conf.parse_number("UnkillableStepTimeout") == 60 and conf.parse_number("None") is None
     assert SlurmRelease.parse("slurm 25.11.3") == SlurmRelease(25, 11, 3) and str(SlurmRelease(25, 5, 0)) == "25.05.0"
     with pytest.raises(Unavailable):
         SlurmRelease.parse("slurm of my own")
@@ -185,10 +191,10 @@ def test_slurm_user_root() -> None:
 
 
 def test_memory_that_slurm_does_not_count() -> None:
-    assert memory.carved(64 * GIB, 30 * GIB, 32 * GIB, True).status == "ok"
-    assert memory.carved(64 * GIB, 48 * GIB, 32 * GIB, True).status == "warning"
-    assert memory.carved(64 * GIB, 63 * GIB, 32 * GIB, True).status == "wrong"
-    assert memory.carved(64 * GIB, 30 * GIB, 32 * GIB, False).status == "warning"
+    assert memory.judge_carve_out(64 * GIB, 30 * GIB, 32 * GIB, True).status == "ok"
+    assert memory.judge_carve_out(64 * GIB, 48 * GIB, 32 * GIB, True).status == "warning"
+    assert memory.judge_carve_out(64 * GIB, 63 * GIB, 32 * GIB, True).status == "wrong"
+    assert memory.judge_carve_out(64 * GIB, 30 * GIB, 32 * GIB, False).status == "warning"
 
 
 def test_a_device_for_rdma() -> None:
@@ -220,12 +226,12 @@ def test_cgroup_v2(tmp_path: Path) -> None:
     assert find_lowest_limit(place) == (GIB, str(tmp_path / "system.slice/memory.max"))
     (here / "memory.max").write_text(f"{GIB // 2}\n")
     assert find_lowest_limit(place) == (GIB // 2, str(here / "memory.max"))
-    assert memory.slurmd_limit(find_lowest_limit(place), 2 * GIB).status == "wrong"
-    assert memory.slurmd_limit(find_lowest_limit(place), GIB // 4).status == "ok"
+    assert memory.judge_slurmd_limit(find_lowest_limit(place), 2 * GIB).status == "wrong"
+    assert memory.judge_slurmd_limit(find_lowest_limit(place), GIB // 4).status == "ok"
 
 
 def kill_mode_of(places: tuple[str, ...]) -> tuple[str, str]:
-    return unit_setting(unit_files("slurmd.service", places), "Service", "KillMode")
+    return read_unit_setting(list_unit_files("slurmd.service", places), "Service", "KillMode")
 
 
 def test_systemd_units(tmp_path: Path) -> None:
@@ -233,24 +239,24 @@ def test_systemd_units(tmp_path: Path) -> None:
     (high / "slurmd.service.d").mkdir(parents=True)
     low.mkdir()
     places = (str(low), str(high))
-    assert unit_files("slurmd.service", places) == []
+    assert list_unit_files("slurmd.service", places) == []
     (low / "slurmd.service").write_text("[Unit]\nKillMode=mixed\n[Service]\n# KillMode=none\nKillMode = process\n")
-    assert memory.kill_mode(*kill_mode_of(places)).status == "ok"
+    assert memory.judge_kill_mode(*kill_mode_of(places)).status == "ok"
     (high / "slurmd.service.d/a.conf").write_text("[Service]\nKillMode=control-group\n")
-    assert memory.kill_mode(*kill_mode_of(places)).status == "wrong"
+    assert memory.judge_kill_mode(*kill_mode_of(places)).status == "wrong"
     (high / "slurmd.service").write_text("[Service]\n")
     (high / "slurmd.service.d/a.conf").unlink()
-    found = memory.kill_mode(*kill_mode_of(places))
+    found = memory.judge_kill_mode(*kill_mode_of(places))
     assert found.status == "wrong" and "default" in found.found
 
 
 def test_hidden_directories() -> None:
     text = "AutoBasePath=true\nBasePath=/x Dirs=/var/tmp,/run\n#Dirs=/proc\n"
-    assert slurm.hidden_directories(text, ("/run/gemini-hpc",)) == ["/run/gemini-hpc"]
-    assert slurm.hidden_directories(text, ("/proc/x",)) == []
-    assert slurm.hidden_directories("Dirs=/runner,/dev/shm", ("/run/gemini-hpc",)) == []
+    assert slurm.find_hidden_directories(text, ("/run/gemini-hpc",)) == ["/run/gemini-hpc"]
+    assert slurm.find_hidden_directories(text, ("/proc/x",)) == []
+    assert slurm.find_hidden_directories("Dirs=/runner,/dev/shm", ("/run/gemini-hpc",)) == []
     yaml = 'defaults:\n  base_path: "/x"\n  # dirs: "/proc"\n  dirs: "/tmp,/run"\n'
-    assert slurm.hidden_directories(yaml, ("/run/gemini-hpc", "/proc/x")) == ["/run/gemini-hpc"]
+    assert slurm.find_hidden_directories(yaml, ("/run/gemini-hpc", "/proc/x")) == ["/run/gemini-hpc"]
 
 
 def test_namespaces_that_hide_the_agent(tmp_path: Path) -> None:
@@ -281,13 +287,13 @@ def test_namespaces_that_hide_the_agent(tmp_path: Path) -> None:
 
 
 def test_small_texts() -> None:
-    assert age_s("gemini-hpc: x [slurm@2026-01-01T00:00:00]", 1767225600.0 + 90) == 90
-    assert age_s("no stamp", 1.0) is None and age_s("[a@2026-99-99T00:00:00]", 1.0) is None
-    assert free_of(Range("a", 10, 12), "1,10-11,12") and not free_of(Range("a", 10, 12), "10-11")
+    assert parse_age_s("gemini-hpc: x [slurm@2026-01-01T00:00:00]", 1767225600.0 + 90) == 90
+    assert parse_age_s("no stamp", 1.0) is None and parse_age_s("[a@2026-99-99T00:00:00]", 1.0) is None
+    assert is_reserved(Range("a", 10, 12), "1,10-11,12") and not is_reserved(Range("a", 10, 12), "10-11")
     lines = (
         "head\n 0: 00000000:4278 00000000:0000 0A 0:0 00:0 0 5001 0 77 1\n 1: x:zz y 0A\n 2: a:1 b 01 c d e 1 0 5 1\n"
     )
-    assert [(s.port, s.uid, s.inode) for s in listeners(lines)] == [(0x4278, 5001, 77)]
+    assert [(s.port, s.uid, s.inode) for s in parse_listeners(lines)] == [(0x4278, 5001, 77)]
 
 
 def test_what_is_not_a_plugin(tmp_path: Path) -> None:
@@ -302,4 +308,4 @@ def test_what_is_not_a_plugin(tmp_path: Path) -> None:
         path = tmp_path / "x.so"
         path.write_bytes(data)
         with pytest.raises((elf.ElfError, struct.error)):
-            pytest.fail(f"{data!r}: {elf.built_for(str(path))}")
+            pytest.fail(f"{data!r}: {elf.read_release(str(path))}")

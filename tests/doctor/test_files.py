@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc import paths
-from gemini_hpc.doctor.finding import ok, warning, worst, wrong
+from gemini_hpc.doctor.finding import combine_outcomes, report_ok, report_warning, report_wrong
 
 from .conftest import Patient, Report
 
@@ -201,7 +201,7 @@ def test_groups(tmp_path: Path) -> None:
 
 
 def test_the_worst_rules() -> None:
-    assert worst([ok("a"), ok("b")]) == ok("a; b")
-    assert worst([ok("a"), warning("b", "w", "f"), wrong("c", "x", "y"), wrong("d", "", "")]) == wrong(
-        "c; d", "x", "y"
-    )
+    assert combine_outcomes([report_ok("a"), report_ok("b")]) == report_ok("a; b")
+    assert combine_outcomes(
+        [report_ok("a"), report_warning("b", "w", "f"), report_wrong("c", "x", "y"), report_wrong("d", "", "")]
+    ) == report_wrong("c; d", "x", "y")

@@ -23,7 +23,7 @@ class Told(HostFacts):
     def ask_slurm(self, question: Any) -> Any:
         return {"debug": "UP", "gpu": "UP"}
 
-    def need_slurm_user(self, what: str) -> None:
+    def require_slurm_user(self, what: str) -> None:
         return None
 
 

@@ -29,7 +29,7 @@ def test_the_key_is_examined_in_munges_place(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "etc" / "auth.key"
     key = keyed.make_key(str(path))
     monkeypatch.setattr(site_key, "KEY_PATH", str(path))
-    monkeypatch.setattr(installation, "_munge", lambda: pytest.fail("MUNGE is looked for"))
+    monkeypatch.setattr(installation, "_has_munge", lambda: pytest.fail("MUNGE is looked for"))
     only = ["munge.answers", "munge.version", "munge.key", "auth.key", "install.parts"]
     found = {f.check: f for f in examine.examine(Keyed(), only)}
     assert {found[f"munge.{name}"].status for name in ("answers", "version", "key")} == {"skipped"}

@@ -18,7 +18,7 @@ OLD, NEW = SlurmRelease(22, 5, 8), SlurmRelease(24, 11, 5)
 
 
 def needed(path: Path, release: SlurmRelease | None = OLD) -> list[str]:
-    return [need.line for need in site_lines.needs(str(path), release) if not need.met]
+    return [need.line for need in site_lines.list_needs(str(path), release) if not need.met]
 
 
 def written(tmp_path: Path, text: str, plugstack: str | None = None) -> Path:
@@ -89,11 +89,11 @@ def test_a_directory_with_our_drop_in_needs_nothing(tmp_path: Path) -> None:
         (directory / "90-own").write_text("#!/bin/sh\n")
         drop_in = ROOT / "prolog_epilog" / directory.name / "50-gemini-hpc"
         (directory / drop_in.name).write_text(drop_in.read_text())
-        assert scripts.handed_on(str(drop_in)) == f"/opt/gemini-hpc/prolog_epilog/{kind.lower()}"
+        assert scripts.find_drop_in_target(str(drop_in)) == f"/opt/gemini-hpc/prolog_epilog/{kind.lower()}"
         text += f"{kind}={directory}/*\n"
     path = written(tmp_path, text, "optional gemini_spank.so\n")
     assert needed(path) == needed(path, NEW) == []
-    order = scripts.in_force(site_lines.read(str(path), OLD), "Prolog")
+    order = scripts.list_scripts(site_lines.read_slurm_conf(str(path), OLD), "Prolog")
     assert [Path(found).name for found in order] == ["90-own", "50-gemini-hpc"], "slurmd's order"
 
 
@@ -101,11 +101,11 @@ def test_a_drop_in_counts_as_the_script_that_it_runs(tmp_path: Path) -> None:
     drop_in, target = tmp_path / "50-gemini-hpc", tmp_path / "prolog"
     text = (ROOT / "prolog_epilog/prolog.d/50-gemini-hpc").read_text()
     drop_in.write_text(text.replace("/opt/gemini-hpc/prolog_epilog/prolog", str(target)))
-    assert scripts.called_by(str(drop_in), "Prolog") is None
+    assert scripts.find_our_script(str(drop_in), "Prolog") is None
     target.write_text("exec python3 -m gemini_hpc.node.prolog\n")
-    assert scripts.called_by(str(drop_in), "Prolog") == str(drop_in)
+    assert scripts.find_our_script(str(drop_in), "Prolog") == str(drop_in)
     drop_in.write_text(f"exit 0\n[ ! -x {target} ] || exec {target}\n")
-    assert scripts.called_by(str(drop_in), "Prolog") == str(target), "named, and perhaps never reached"
+    assert scripts.find_our_script(str(drop_in), "Prolog") == str(target), "named, and perhaps never reached"
 
 
 def test_the_drop_in_is_for_a_site_that_includes_its_directory(
