@@ -51,12 +51,12 @@ class Slot:
             0, 1, rows, shard_manifest.place(rows, [(i, (0,), (count,)) for i in range(TENSORS)])
         )
         packed = shard_manifest.pack(manifest)
-        layout = SlotLayout.plan(len(packed), manifest.tensor_bytes(), 4096)
+        layout = SlotLayout.plan(len(packed), manifest.count_tensor_bytes(), 4096)
         self.fd, self.bytes, self.used = os.memfd_create("slot"), layout.total, layout.small_offset
         os.ftruncate(self.fd, layout.total)
         self.view = memoryview(mmap.mmap(self.fd, layout.total))
         dice = np.random.default_rng(1)
-        count = manifest.tensor_bytes() // 4
+        count = manifest.count_tensor_bytes() // 4
         area = np.frombuffer(self.view, dtype=np.float32, count=count, offset=layout.tensor_offset)
         for at in range(0, len(area), 1 << 22):
             area[at : at + (1 << 22)] = dice.random(len(area[at : at + (1 << 22)]), dtype=np.float32)

@@ -11,7 +11,7 @@ import stat
 from dataclasses import fields
 from typing import Any
 
-from gemini_hpc.paths import weaknesses
+from gemini_hpc.paths import find_weaknesses
 from gemini_hpc.settings import (
     AUTHS,
     CANARY,
@@ -24,7 +24,7 @@ from gemini_hpc.settings import (
     Settings,
 )
 
-__all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "own", "parse", "program_problem"]
+__all__ = ["CONFIG_PATH", "ConfigError", "Settings", "build_own_settings", "find_program_problem", "load", "parse"]
 
 CONFIG_PATH = "/etc/gemini-hpc/gemini.toml"
 
@@ -37,7 +37,7 @@ _KINDS = {
 }
 
 
-def _rdma_problem(rdma: str | tuple[str, ...]) -> str:
+def _find_rdma_problem(rdma: str | tuple[str, ...]) -> str:
     def is_device(name: str) -> bool:
         device, _, port = name.partition(":")
         good_port = port.isascii() and port.isdecimal() and 0 < int(port[:4]) < 256 if ":" in name else True
@@ -46,7 +46,7 @@ def _rdma_problem(rdma: str | tuple[str, ...]) -> str:
     if rdma in (RDMA_OFF, RDMA_AUTO) or (isinstance(rdma, tuple) and rdma and all(map(is_device, rdma))):
         return ""
     shown = list(rdma) if isinstance(rdma, tuple) else rdma
-    return f'rdma: wanted "off", "auto", or devices such as ["mlx5_0:1"], found {_shown(shown)}'
+    return f'rdma: wanted "off", "auto", or devices such as ["mlx5_0:1"], found {_format_value(shown)}'
 
 
 def _convert(key: str, want: Any, value: Any, least: float, most: float) -> Any:
@@ -56,16 +56,16 @@ def _convert(key: str, want: Any, value: Any, least: float, most: float) -> Any:
     if (wanted is tuple or key == "rdma") and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
     if type(value) is not wanted:
-        raise ConfigError(f"{key}: wanted {_KINDS[wanted]}, found {_shown(value)}")
+        raise ConfigError(f"{key}: wanted {_KINDS[wanted]}, found {_format_value(value)}")
     if wanted in (int, float) and not least <= value <= most:
         limits = f"from {least:g} to {most:g}" if most < UNBOUNDED else f">= {least:g}"
-        raise ConfigError(f"{key}: wanted a number {limits}, found {_shown(value)}")
+        raise ConfigError(f"{key}: wanted a number {limits}, found {_format_value(value)}")
     if wanted is str and not value.isprintable():
-        raise ConfigError(f"{key}: wanted printable text, found {_shown(value)}")
+        raise ConfigError(f"{key}: wanted printable text, found {_format_value(value)}")
     return value
 
 
-def program_problem(path: str) -> str:
+def find_program_problem(path: str) -> str:
     """Return why this process must not run a program that the settings name, "" if it may.
 
     Only root and this process's user may be able to write the file, or to replace it by another.
@@ -73,7 +73,7 @@ def program_problem(path: str) -> str:
     if not path.startswith("/"):
         return "wanted an absolute path"
     try:
-        info, weak = os.stat(path), weaknesses(path, frozenset((0, os.geteuid())), sticky=True)
+        info, weak = os.stat(path), find_weaknesses(path, frozenset((0, os.geteuid())), sticky=True)
     except OSError as exc:
         return f"{exc.strerror}"
     if not stat.S_ISREG(info.st_mode) or not os.access(path, os.X_OK):
@@ -83,30 +83,30 @@ def program_problem(path: str) -> str:
     return f"somebody else could put another file in its place: {weak[0]}" if weak else ""
 
 
-def _metrics_file_problem(path: str) -> str:
+def _find_metrics_file_problem(path: str) -> str:
     if not path or (path.startswith("/") and path.endswith(".prom")):
         return ""
-    return f"metrics_file: wanted an absolute path that ends with .prom, found {_shown(path)}"
+    return f"metrics_file: wanted an absolute path that ends with .prom, found {_format_value(path)}"
 
 
-def _metrics_listen_problem(address: str) -> str:
+def _find_metrics_listen_problem(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not address or (host and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536):
         return ""
-    return f"metrics_listen: wanted an address and a port, such as 127.0.0.1:9417, found {_shown(address)}"
+    return f"metrics_listen: wanted an address and a port, such as 127.0.0.1:9417, found {_format_value(address)}"
 
 
-def _mode_problem(mode: str, partitions: tuple[str, ...]) -> str:
+def _find_mode_problem(mode: str, partitions: tuple[str, ...]) -> str:
     if mode not in MODES:
-        return f"mode: wanted one of {', '.join(MODES)}, found {_shown(mode)}"
+        return f"mode: wanted one of {', '.join(MODES)}, found {_format_value(mode)}"
     if mode == CANARY and not partitions:
         return 'canary_partitions: wanted at least one partition with mode = "canary", found none'
     if mode != CANARY and partitions:
-        return f'canary_partitions: wanted none with mode = "{mode}", found {_shown(list(partitions))}'
+        return f'canary_partitions: wanted none with mode = "{mode}", found {_format_value(list(partitions))}'
     return ""
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
@@ -140,15 +140,15 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
     settings = Settings(**values)
     if settings.slurm_api not in SLURM_APIS:
         names = ", ".join(SLURM_APIS)
-        raise ConfigError(f"{where}: slurm_api: wanted one of {names}, found {_shown(settings.slurm_api)}")
+        raise ConfigError(f"{where}: slurm_api: wanted one of {names}, found {_format_value(settings.slurm_api)}")
     if settings.auth not in AUTHS:
         names = " or ".join(AUTHS)
-        raise ConfigError(f"{where}: auth: wanted {names}, found {_shown(settings.auth)}")
+        raise ConfigError(f"{where}: auth: wanted {names}, found {_format_value(settings.auth)}")
     for problem in (
-        _metrics_file_problem(settings.metrics_file),
-        _metrics_listen_problem(settings.metrics_listen),
-        _rdma_problem(settings.rdma),
-        _mode_problem(settings.mode, settings.canary_partitions),
+        _find_metrics_file_problem(settings.metrics_file),
+        _find_metrics_listen_problem(settings.metrics_listen),
+        _find_rdma_problem(settings.rdma),
+        _find_mode_problem(settings.mode, settings.canary_partitions),
     ):
         if problem:
             raise ConfigError(f"{where}: {problem}")
@@ -160,7 +160,7 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
     return settings
 
 
-def own() -> Settings:
+def build_own_settings() -> Settings:
     """Return the settings of agents that a job has started itself, without its site.
 
     Nobody waits for them after the job's end: they end as soon as the tier has their last version. The whole memory

@@ -25,7 +25,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         """Ignore errors: a full disk only loses log lines."""
 
 
-def to(stream: TextIO, *, verbose: bool = False) -> None:
+def write_to(stream: TextIO, *, verbose: bool = False) -> None:
     """Send all log lines of this process to a stream."""
     handler = _Handler(stream)
     handler.setFormatter(OneLine())

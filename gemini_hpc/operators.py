@@ -21,7 +21,7 @@ _MAX_KEPT = 4096
 More = Callable[[str], Awaitable[bool]]
 
 
-def listed(uid: int, operators: Iterable[str]) -> bool:
+def is_listed(uid: int, operators: Iterable[str]) -> bool:
     """Return whether `operators` names this user, according to the name service of this host.
 
     An entry is a user's name or uid, or `@` and a group's name or number. The call takes as long as the name
@@ -36,11 +36,11 @@ def listed(uid: int, operators: Iterable[str]) -> bool:
         return False
     if user.pw_name in users:
         return True
-    wanted = {gid for entry in operators if entry.startswith("@") for gid in _gid(entry[1:])}
+    wanted = {gid for entry in operators if entry.startswith("@") for gid in _find_gids(entry[1:])}
     return bool(wanted) and not wanted.isdisjoint(os.getgrouplist(user.pw_name, user.pw_gid))
 
 
-def _gid(name: str) -> tuple[int, ...]:
+def _find_gids(name: str) -> tuple[int, ...]:
     if name.isdecimal():
         return (int(name),)
     try:
@@ -89,12 +89,12 @@ class Operators:
         return answer
 
     async def _is_listed(self, uid: int) -> bool:
-        named, user = await self._beside(lambda: (listed(uid, self._operators), _name(uid)))
+        named, user = await self._run_in_thread(lambda: (is_listed(uid, self._operators), _find_name(uid)))
         if named or self._more is None or not user:
             return named
         return await self._more(user)
 
-    async def _beside(self, lookup: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+    async def _run_in_thread(self, lookup: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
         """Run a lookup in its own daemon thread, because a name service can hang for minutes.
 
         The end of the process does not wait for that thread.
@@ -124,7 +124,7 @@ class Operators:
         return await result
 
 
-def _name(uid: int) -> str:
+def _find_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):

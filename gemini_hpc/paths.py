@@ -42,7 +42,7 @@ def walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
         pending.extendleft(reversed(target.split("/")))
 
 
-def weakness(path: str, info: os.stat_result, owners: frozenset[int]) -> str:
+def find_weakness(path: str, info: os.stat_result, owners: frozenset[int]) -> str:
     """Return why users other than `owners` can change this path, "" if they cannot.
 
     A link is as safe as its directory.
@@ -50,14 +50,14 @@ def weakness(path: str, info: os.stat_result, owners: frozenset[int]) -> str:
     if stat.S_ISLNK(info.st_mode):
         return ""
     if info.st_uid not in owners:
-        return f"{path} belongs to {user(info.st_uid)}"
+        return f"{path} belongs to {name_user(info.st_uid)}"
     # Root's own group may write: on some systems this is the default, and only root is in that group.
     if info.st_mode & stat.S_IWOTH or (info.st_mode & stat.S_IWGRP and info.st_gid != 0):
         return f"{path} has mode {stat.S_IMODE(info.st_mode):04o}"
     return ""
 
 
-def weaknesses(path: str, owners: frozenset[int] = frozenset((0,)), *, sticky: bool = False) -> list[str]:
+def find_weaknesses(path: str, owners: frozenset[int] = frozenset((0,)), *, sticky: bool = False) -> list[str]:
     """Return all weaknesses on the way to `path`.
 
     Args:
@@ -74,12 +74,12 @@ def weaknesses(path: str, owners: frozenset[int] = frozenset((0,)), *, sticky: b
     return [
         found
         for here, info in walk(path)
-        if (found := weakness(here, info, owners))
+        if (found := find_weakness(here, info, owners))
         and not (sticky and info.st_uid in owners and stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX)
     ]
 
 
-def barrier(path: str, info: os.stat_result, *, look: bool) -> str:
+def find_barrier(path: str, info: os.stat_result, *, look: bool) -> str:
     """Return how the mode of this path keeps users out, "" if it does not.
 
     With `look`, a directory's names must be readable, too, as an interpreter reads those of its packages.
@@ -95,18 +95,18 @@ def barrier(path: str, info: os.stat_result, *, look: bool) -> str:
     if mode & need == need:
         return ""
     kind = "directory" if stat.S_ISDIR(mode) else "file"
-    who = f"only {user(info.st_uid)}"
+    who = f"only {name_user(info.st_uid)}"
     if mode & need >> 3 or (mode & stat.S_IRGRP and mode & stat.S_IXGRP):
-        who += f" and the group {group(info.st_gid)}"
+        who += f" and the group {name_group(info.st_gid)}"
     return f"{who} can use the {kind} {path} (mode {stat.S_IMODE(mode):04o})"
 
 
-def barriers(path: str) -> list[str]:
+def find_barriers(path: str) -> list[str]:
     """Return all barriers on the way to an absolute path, links followed. Raises OSError if there is no such file."""
-    return [found for here, info in walk(path) if (found := barrier(here, info, look=False))]
+    return [found for here, info in walk(path) if (found := find_barrier(here, info, look=False))]
 
 
-def group(gid: int) -> str:
+def name_group(gid: int) -> str:
     """Return a group's name for messages."""
     try:
         return grp.getgrgid(gid).gr_name
@@ -114,7 +114,7 @@ def group(gid: int) -> str:
         return str(gid)
 
 
-def user(uid: int) -> str:
+def name_user(uid: int) -> str:
     """Return a user's name and uid for messages."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"

@@ -22,7 +22,7 @@ class ConfigError(ValueError):
     """The error that the settings cannot be used; it names the key and both the wanted and the found value."""
 
 
-def _setting(default: Any, text: str, least: float = 0, most: float = UNBOUNDED) -> Any:
+def _declare(default: Any, text: str, least: float = 0, most: float = UNBOUNDED) -> Any:
     return field(default=default, metadata={"text": text, "least": least, "most": most})
 
 
@@ -30,64 +30,64 @@ def _setting(default: Any, text: str, least: float = 0, most: float = UNBOUNDED)
 class Settings:
     """The settings of a site. Durations are seconds, sizes are bytes."""
 
-    cluster_name: str = _setting(
+    cluster_name: str = _declare(
         "cluster",
         "Name of this cluster, not read from Slurm. Agents and controllers of another name are refused.",
     )
-    run_dir: str = _setting(
+    run_dir: str = _declare(
         "/run/gemini-hpc",
         "Root's directory, with one for each job. For another one also set `run_dir=DIR` behind the plugin in "
         "`plugstack.conf`.",
     )
-    state_dir: str = _setting("/var/lib/gemini-hpc", "The controller's journal, event logs and lock.")
-    slurm_user: str = _setting(
+    state_dir: str = _declare("/var/lib/gemini-hpc", "The controller's journal, event logs and lock.")
+    slurm_user: str = _declare(
         "slurm",
         "SlurmUser, as whom the controller runs; a user on all hosts.",
     )
-    auth: str = _setting(
+    auth: str = _declare(
         "munge",
         'Proof of who one is, the same on all hosts: `"munge"`, or `"key"` ([without MUNGE](#without-munge)).',
     )
-    controller_host: str = _setting(
+    controller_host: str = _declare(
         "",
         "Hosts of the controller, as agents dial them: those of all slurmctlds, separated by commas. Empty: no "
         "controller; only Slurm detects dead nodes.",
     )
-    controller_port: int = _setting(7321, "TCP port of the controller.", 1, 65535)
-    slurmd_port: int = _setting(6818, "Port of slurmd where Slurm's node record names none.", 1, 65535)
-    agent_port_base: int = _setting(17000, "First TCP port of the agents.", 1, 65519)
-    agent_port_count: int = _setting(4096, "Number of [ports](#ports) from there on.", 16, 65535)
-    interface: str = _setting(
+    controller_port: int = _declare(7321, "TCP port of the controller.", 1, 65535)
+    slurmd_port: int = _declare(6818, "Port of slurmd where Slurm's node record names none.", 1, 65535)
+    agent_port_base: int = _declare(17000, "First TCP port of the agents.", 1, 65519)
+    agent_port_count: int = _declare(4096, "Number of [ports](#ports) from there on.", 16, 65535)
+    interface: str = _declare(
         "",
         "Network interface whose IPv4 address agents listen on; all if empty, or without an address. With it "
         "`report`, and `inspect` without a controller, find agents only at Slurm's address of the node.",
     )
-    peer_address: str = _setting(
+    peer_address: str = _declare(
         "{host}",
         "Name by which agents dial each other; `{host}` is the node's name in Slurm. It must lead to `interface`, "
         'e.g. `"{host}-ib0"`.',
     )
-    rdma: str | tuple[str, ...] = _setting(
+    rdma: str | tuple[str, ...] = _declare(
         RDMA_OFF,
         '[RDMA between agents](#rdma), never run on a device yet: `"off"`; `"auto"`: the first active port; or '
         'devices in order, such as `["mlx5_0:1"]`. TCP serves where it cannot.',
     )
-    mode: str = _setting(
+    mode: str = _declare(
         ACT,
         '`"act"`: the controller does [all of this](#what-the-controller-does-to-slurm-and-when) to Slurm. '
         '`"canary"`: only for jobs in `canary_partitions`. `"observe"`: nothing, but it [records and '
         "scores](first_month.md) what it withholds. Copies are kept in all modes.",
     )
-    canary_partitions: tuple[str, ...] = _setting((), "Partitions in which `canary` acts.")
-    heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
-    heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected and probed.", 1, 1000)
-    attach_timeout_s: float = _setting(
+    canary_partitions: tuple[str, ...] = _declare((), "Partitions in which `canary` acts.")
+    heartbeat_s: float = _declare(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
+    heartbeat_missed: int = _declare(3, "Missed heartbeats after which a peer is suspected and probed.", 1, 1000)
+    attach_timeout_s: float = _declare(
         10.0,
         "Longest wait of the prolog for the agents of all nodes to agree. Then the job starts unprotected.",
         0.1,
         50,
     )
-    self_fence_s: float = _setting(
+    self_fence_s: float = _declare(
         30.0,
         "An agent without any peer *and* without the controller for so long ends its ranks (SIGTERM, 2 s later "
         "SIGKILL): the job may run elsewhere. A last search for peers and a call to the controller must fail "
@@ -95,53 +95,53 @@ class Settings:
         0,
         86400,
     )
-    strict_prolog: bool = _setting(
+    strict_prolog: bool = _declare(
         False,
         "Fail the prolog where no agent can be started; Slurm then drains the node. Not where an agent refuses, or "
         "where a user prevents the start (processes, ports, signals).",
     )
-    retention_s: float = _setting(900.0, "How long replicas outlive a job that ended without success.", 0)
-    held_retention_s: float = _setting(
+    retention_s: float = _declare(900.0, "How long replicas outlive a job that ended without success.", 0)
+    held_retention_s: float = _declare(
         86400.0,
         "The same for a job without a tier that is held or pending. Without a controller, or with a tier, "
         "`retention_s` holds. [Memory pressure](#memory-and-retention) ends it earlier.",
         0,
     )
-    memory_fraction: float = _setting(
+    memory_fraction: float = _declare(
         0.5,
         "Share of a node's physical memory for the replicas of all jobs. Each job has [its share](#a-jobs-share).",
         0,
         1,
     )
-    memory_cap_bytes: int = _setting(0, "The same in bytes. 0: use `memory_fraction`.", 0)
-    agent_cgroup: str = _setting(
+    memory_cap_bytes: int = _declare(0, "The same in bytes. 0: use `memory_fraction`.", 0)
+    agent_cgroup: str = _declare(
         "",
         'Memory cgroup of the agents, from the top of the hierarchy, such as `"/gemini-hpc"`. Empty: '
         '[chosen](#the-agents-cgroup). `"none"`: agents stay in slurmd\'s.',
     )
-    memory_floor_bytes: int = _setting(
+    memory_floor_bytes: int = _declare(
         256 << 20,
         "Free memory that reservations leave. With less, a detached agent releases everything.",
         0,
     )
-    agent_cores: float = _setting(
+    agent_cores: float = _declare(
         0.0,
         "Cores of one agent on average; above, its training saves [fewer versions](#the-agents-processors). 0: a "
         "sixteenth of the node's, 0.5 at least.",
         0,
         100000,
     )
-    agent_restarts: int = _setting(
+    agent_restarts: int = _declare(
         5, "Restarts of a dead agent by its supervisor. A life above a minute resets the count.", 0
     )
-    stalled_s: float = _setting(
+    stalled_s: float = _declare(
         120.0,
         "`inspect` shows a training as [stalled](training.md#when-something-fails) after so long without a step, "
         "if far longer than usual. Nothing else follows.",
         1,
         86400,
     )
-    hang_s: float = _setting(
+    hang_s: float = _declare(
         480.0,
         "A training [hangs](training.md#hangs) when one rank keeps the others waiting for so long, and far longer "
         "than usual. A launcher or `gemini-hpc run` then restarts the step. 0: never. For one job: "
@@ -149,167 +149,167 @@ class Settings:
         0,
         604800,
     )
-    fence_confirm_s: float = _setting(
+    fence_confirm_s: float = _declare(
         5.0,
         "Silence of slurmd *and* agent under the controller's own probes before it acts. An accepted or refused "
         "connection is an answer.",
         0,
     )
-    slurm_settle_s: float = _setting(
+    slurm_settle_s: float = _declare(
         60.0, "No node is fenced until slurmctld has been up, and has answered the controller, for so long.", 0
     )
-    fence_budget_nodes: int = _setting(
+    fence_budget_nodes: int = _declare(
         2, "Nodes that may be fenced in one window; 1 % of the cluster if that is more. 0: none.", 0
     )
-    fence_budget_user_nodes: int = _setting(
+    fence_budget_user_nodes: int = _declare(
         2, "Of these, for jobs of one user; half of the whole budget if that is more.", 0
     )
-    fence_budget_window_s: float = _setting(600.0, "Length of that window.", 0)
-    alert_program: str = _setting(
+    fence_budget_window_s: float = _declare(600.0, "Length of that window.", 0)
+    alert_program: str = _declare(
         "",
         "Program that the controller runs for an [alert](#alerts). Empty: none.",
     )
-    auto_resume_s: float = _setting(
+    auto_resume_s: float = _declare(
         0.0,
         "Resume a fenced node that has booted and whose slurmd has answered for so long (60 is good), twice a day "
         "at most. 0: never.",
         0,
     )
-    recoveries_without_progress: int = _setting(
+    recoveries_without_progress: int = _declare(
         5,
         "Lives in a row in which a job lost nodes and sealed no newer version; then it is "
         "[held](#what-the-controller-does-to-slurm-and-when). 0: never.",
         0,
         1000,
     )
-    reserve_candidates: int = _setting(2, "Nodes to reserve beside the survivors, beyond one for each dead node.", 0)
-    tier: str = _setting(
+    reserve_candidates: int = _declare(2, "Nodes to reserve beside the survivors, beyond one for each dead node.", 0)
+    tier: str = _declare(
         "",
         'Directory of the persistent tier for jobs that name none, such as `"/lustre/{user}/gemini"`; `{user}`, '
         "the job's owner, must own it. A missing one is made (0700) when a job begins, if its parent exists and "
         "permits that. Empty: none.",
     )
-    tier_interval_s: float = _setting(600.0, "Time between two saves to the tier, in jobs that name none.", 1, 604800)
-    node_losses_per_day: float = _setting(
+    tier_interval_s: float = _declare(600.0, "Time between two saves to the tier, in jobs that name none.", 1, 604800)
+    node_losses_per_day: float = _declare(
         0.0075,
         "Losses of a node with its memory, per node and day, for `--gemini-tier-interval=auto`. The default is "
         "half of GEMINI's 1.5 %; [find yours](dev/reproduction.md#how-often-nodes-fail).",
         0,
         100,
     )
-    tier_bytes_per_s: float = _setting(
+    tier_bytes_per_s: float = _declare(
         5e8,
         "Highest rate at which a node writes to the tier (nice 19, idle I/O class). 0: unlimited. Writers bypass "
         "the page cache where the file system can, but not with `tier_compress`.",
         0,
         1000000000000.0,
     )
-    tier_before_end_s: float = _setting(
+    tier_before_end_s: float = _declare(
         60.0,
         "Save one more version so long before the time limit, or twice as long as the last save took if that is "
         "longer. 0: do not.",
         0,
         86400,
     )
-    tier_flush_s: float = _setting(
+    tier_flush_s: float = _declare(
         120.0,
         "Time, after a job's end without success, to write its last version to the tier before memory is freed. 0: "
         "none.",
         0,
         86400,
     )
-    tier_salvage_s: float = _setting(
+    tier_salvage_s: float = _declare(
         60.0,
         "Time without the job's return, after a node's loss, until the other nodes save its newest version. 0: "
         "only before their memory is freed.",
         0,
         86400,
     )
-    tier_keep_last: int = _setting(2, "Newest versions of a job to keep on the tier.", 1, 1000000)
-    tier_keep_every: int = _setting(0, "Keep every Nth saved version for good besides. 0: none.", 0)
-    tier_compress: bool = _setting(False, "Deflate tensors on the tier. Trained weights hardly shrink.")
-    operators: tuple[str, ...] = _setting(
+    tier_keep_last: int = _declare(2, "Newest versions of a job to keep on the tier.", 1, 1000000)
+    tier_keep_every: int = _declare(0, "Keep every Nth saved version for good besides. 0: none.", 0)
+    tier_compress: bool = _declare(False, "Deflate tensors on the tier. Trained weights hardly shrink.")
+    operators: tuple[str, ...] = _declare(
         (),
         "Users, and groups as `@group` (names or numbers), that may inspect every job, besides "
         "[others](security.md#boundaries).",
     )
-    slurm_api: str = _setting(
+    slurm_api: str = _declare(
         "auto",
         '[How the controller asks Slurm](#how-slurm-is-asked) for jobs and nodes: `"commands"`, `"json"`, '
         '`"pyslurm"`, or `"auto"`: pyslurm where it is installed and fits Slurm\'s release, else commands.',
     )
-    failure_domains: str = _setting(
+    failure_domains: str = _declare(
         "",
         "File of the nodes that [fail together](#failure-domains) and so hold no copies for each other. Empty: "
         'Slurm\'s `topology.conf`. `"none"`: none is read.',
     )
-    health_check: str = _setting(
+    health_check: str = _declare(
         "",
         "[Program](#health-check) (absolute path) that finds whether a node is healthy. Empty: no node is ever "
         "drained.",
     )
-    sick_nodes_per_day: int = _setting(
+    sick_nodes_per_day: int = _declare(
         2,
         "Nodes that may be drained within a day because root's check found them red. 0: none.",
         0,
     )
-    lemon_days: float = _setting(
+    lemon_days: float = _declare(
         30.0,
         "How long fences and red checks of a node are [remembered](#what-is-remembered). 0: not at all.",
         0,
         3650,
     )
-    metrics_file: str = _setting(
+    metrics_file: str = _declare(
         "",
         "File (`*.prom`) for the [figures](#metrics), for node_exporter's textfile collector. Empty: none.",
     )
-    metrics_listen: str = _setting(
+    metrics_listen: str = _declare(
         "",
         'Address and port that serve them, such as `"127.0.0.1:9417"`. Whoever connects sees job numbers and user '
         "names. Empty: none.",
     )
-    canary_program: str = _setting(
+    canary_program: str = _declare(
         "",
         "Program (absolute path) with which [`doctor --canary`](#the-canary) stops and starts slurmd. Empty: no "
         "canary.",
     )
-    accepted_warnings: tuple[str, ...] = _setting(
+    accepted_warnings: tuple[str, ...] = _declare(
         (),
         '[Checks](#doctor) whose warnings are counted and not shown, such as `["munge.version"]`. What is wrong is '
         "always shown.",
     )
-    node_max_jobs_guard: bool = _setting(True, "Never fence a node on which a job of another owner runs.")
+    node_max_jobs_guard: bool = _declare(True, "Never fence a node on which a job of another owner runs.")
 
-    def heartbeat_timeout_s(self) -> float:
+    def compute_heartbeat_timeout_s(self) -> float:
         """Return the silence, in seconds, after which a peer is suspected."""
         return self.heartbeat_s * self.heartbeat_missed
 
-    def afterwards_s(self) -> float:
+    def compute_detection_s(self) -> float:
         """Return how many seconds after a script's end an earlier loss may still be detected."""
-        return 4.0 * self.heartbeat_timeout_s()
+        return 4.0 * self.compute_heartbeat_timeout_s()
 
-    def address_of(self, host: str) -> str:
+    def format_address(self, host: str) -> str:
         """Return the name under which a peer is dialled."""
         return self.peer_address.replace("{host}", host)
 
-    def controller_hosts(self) -> tuple[str, ...]:
+    def list_controller_hosts(self) -> tuple[str, ...]:
         """Return the hosts on which a controller may be found, in the order in which they are tried."""
         return tuple(host.strip() for host in self.controller_host.split(",") if host.strip())
 
-    def slurm_uid(self) -> int:
+    def find_slurm_uid(self) -> int:
         """Return the uid of the SlurmUser. Raises `ConfigError` if the user is unknown here."""
-        uid = _uid(self.slurm_user, -1)
+        uid = _find_uid(self.slurm_user, -1)
         if uid < 0:
             raise ConfigError(f"slurm_user: there is no user {self.slurm_user!r} on this host")
         return uid
 
-    def slurm_uids(self) -> tuple[int, ...]:
+    def list_slurm_uids(self) -> tuple[int, ...]:
         """Return the uid of the SlurmUser, () if the user is unknown here."""
-        uid = _uid(self.slurm_user, -1)
+        uid = _find_uid(self.slurm_user, -1)
         return (uid,) if uid >= 0 else ()
 
 
-def _uid(name: str, otherwise: int) -> int:
+def _find_uid(name: str, otherwise: int) -> int:
     try:
         return pwd.getpwnam(name).pw_uid
     except KeyError:

@@ -186,11 +186,11 @@ class ClosedTrainings:
             if any(slot.busy for shard in shards for slot in shard.pair.slots):
                 continue
             for shard in shards:
-                shard.pair.void_filling()  # the rank has disconnected and completes no further version
+                shard.pair.empty_filling()  # the rank has disconnected and completes no further version
             self._trainings.drop_load_copies(training)
             self._writer.forget(closed.training)
             for shard in shards:
-                nothing = training.chosen is None and not shard.pair.complete_stamps()
+                nothing = training.chosen is None and not shard.pair.list_complete_stamps()
                 if closed.training in self._gone or nothing:
                     self._store.drop(shard)
                 elif training.sealed is not None:

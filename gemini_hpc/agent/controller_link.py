@@ -103,10 +103,10 @@ class ControllerLink:
     def start(self) -> None:
         """Begin to dial, if there is a controller."""
         settings = self._identity.settings
-        if not settings.controller_hosts():
+        if not settings.list_controller_hosts():
             return
         try:
-            self._controller_uid = settings.slurm_uid()
+            self._controller_uid = settings.find_slurm_uid()
         except ConfigError as exc:
             self._log("error", detail=f"no controller: {exc}")
             return
@@ -220,7 +220,7 @@ class ControllerLink:
                 self.report(host, (self._identity.node,))
 
     async def _run(self) -> None:
-        tries, hosts = 0, self._identity.settings.controller_hosts()
+        tries, hosts = 0, self._identity.settings.list_controller_hosts()
         while True:
             began, answered = clock.monotonic(), False
             for host in hosts:

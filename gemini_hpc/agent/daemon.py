@@ -323,7 +323,7 @@ class Agent:
         incarnation = self.membership.incarnation
         if incarnation is None or incarnation.mesh.dead:
             return
-        if self._retention.ended_s(now) > self.identity.settings.afterwards_s():
+        if self._retention.ended_s(now) > self.identity.settings.compute_detection_s():
             incarnation.mesh.detector.watching = False
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
@@ -640,7 +640,7 @@ class Agent:
         alive = tuple(h for h in incarnation.hosts if h not in mesh.dead and h not in silent)
         sealed = max((s.sealed for s in self.trainings if s.sealed is not None), default=(0, 0))
         dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
-        spared = incarnation.view.without(dead, self.membership.nodes) is not None
+        spared = incarnation.view.exclude(dead, self.membership.nodes) is not None
         begun, last = self.trainings.begun, self.launches.last
         return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun, spared, last)
 
@@ -662,7 +662,7 @@ def _view(m: local.Attach) -> View:
 
 def serve(identity: AgentIdentity, share: tuple[int, str] = (0, "")) -> int:
     """Run an agent in this process until it is released, and return the exit status."""
-    logs.to(sys.stdout)
+    logs.write_to(sys.stdout)
 
     async def run() -> None:
         await Agent(identity, share).run()

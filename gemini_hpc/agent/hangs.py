@@ -21,7 +21,7 @@ from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
-from gemini_hpc.core.standstill import HangStanding, Judge, describe_hang, shortened
+from gemini_hpc.core.standstill import HangStanding, Judge, describe_hang, shorten_stack
 from gemini_hpc.wire import control_page, peer
 from gemini_hpc.wire.local_server import LocalClient
 from gemini_hpc.wire.sanitize import MAX_DETAIL
@@ -163,7 +163,7 @@ class Hangs:
         if text:
             where = self._write_stack(training.name, text)
             room = MAX_DETAIL - len(what) - len(where) - 4
-            stack = shortened(text, max(_LEAST_CHARS, min(_STACK_CHARS, room))) + (f"; {where}" if where else "")
+            stack = shorten_stack(text, max(_LEAST_CHARS, min(_STACK_CHARS, room))) + (f"; {where}" if where else "")
         self._log("hung", version=standing.least.version, detail=f"{what}; {stack}")
         if incarnation.rounds.round != number or self._membership.training is not incarnation or not training.hung:
             return

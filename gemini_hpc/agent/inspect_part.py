@@ -126,7 +126,7 @@ class InspectView:
             state="detached" if here.detached else stage,
             hosts=here.hosts,
             noderanks=here.noderanks,
-            address=me.address or me.settings.address_of(me.node),
+            address=me.address or me.settings.format_address(me.node),
             interface=me.interface,
             port=me.port,
             memory_bytes=budget.taken_bytes,

@@ -50,7 +50,7 @@ async def _ask(identity: AgentIdentity, mesh: Mesh, host: str, known: int | None
     ports = [known] if known else list_candidates(settings, identity.job)
     try:
         link, _ = await connect_any(
-            settings.address_of(host), ports, lambda: mesh.build_client(host, "inventory"), DIAL_S
+            settings.format_address(host), ports, lambda: mesh.build_client(host, "inventory"), DIAL_S
         )
     except (OSError, HandshakeError):
         return None

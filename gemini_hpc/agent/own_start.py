@@ -22,7 +22,7 @@ import msgspec
 
 from gemini_hpc import clock, lines
 from gemini_hpc.agent.own_directory import SOCKET
-from gemini_hpc.config import own
+from gemini_hpc.config import build_own_settings
 from gemini_hpc.node import ask_agent, spawn
 from gemini_hpc.wire import keyed, local, site_key
 
@@ -156,7 +156,9 @@ def _attach(args: argparse.Namespace, process: int) -> tuple[str, str]:
     while True:
         try:
             with ask_agent.connect(args.directory, os.geteuid(), deadline) as sock:
-                answer = ask_agent.ask(sock, msgspec.to_builtins(message), deadline + own().attach_timeout_s)
+                answer = ask_agent.ask(
+                    sock, msgspec.to_builtins(message), deadline + build_own_settings().attach_timeout_s
+                )
             absent = answer.get("absent") or []
             return (MAPPED, "") if answer.get("state") == MAPPED else (UNMAPPED, " ".join(map(str, absent)))
         except ask_agent.NobodyAnswersError:
@@ -195,7 +197,7 @@ def _end(args: argparse.Namespace, process: int, code: str) -> None:
             ask_agent.ask(sock, msgspec.to_builtins(message), deadline)
     except ask_agent.NobodyAnswersError:
         pass  # it is ending already
-    select.select([process], [], [], own().tier_flush_s + GRACE_S)
+    select.select([process], [], [], build_own_settings().tier_flush_s + GRACE_S)
 
 
 def _last_words(directory: str) -> str:

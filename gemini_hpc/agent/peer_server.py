@@ -67,7 +67,7 @@ class PeerServer:
 
     @property
     def _owners(self) -> tuple[int, ...]:
-        return 0, self._identity.uid, *self._identity.settings.slurm_uids()
+        return 0, self._identity.uid, *self._identity.settings.list_slurm_uids()
 
     async def listen(self) -> tuple[asyncio.Server, int]:
         """Listen on the first free port of this job's ports, and return the server and the port.

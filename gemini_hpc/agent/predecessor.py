@@ -133,7 +133,7 @@ class Predecessor:
     async def _dial(self, job: int, host: str, port: int, purpose: str) -> Link:
         settings = self._identity.settings
         ports = [port] if port else list_candidates(settings, job)
-        address = settings.address_of(host)
+        address = settings.format_address(host)
         link, _ = await connect_any(address, ports, lambda: self.build_client(host, purpose, job), DIAL_S, wordy=True)
         return link
 
@@ -154,7 +154,7 @@ class Predecessor:
         if owed is None or incarnation is None or not incarnation.leads:
             return
         sealed = {t.name: t.sealing.decision.sealed for t in trainings if t.sealing is not None}
-        taken = {name: recovery_plan.inherited(stamp) for name, stamp in owed.stamps.items()}
+        taken = {name: recovery_plan.inherit_stamp(stamp) for name, stamp in owed.stamps.items()}
         words = {name: word for name in taken if (word := sealed.get(name)) is not None and word >= taken[name]}
         if words.keys() != taken.keys() or words == taken:
             return

@@ -233,7 +233,7 @@ class RankRequests:
                 del self._fills[name, rank, index]
                 shard = self._store.get(name, rank)
                 if shard is not None and shard.pair.slots[index].state == "filling":
-                    shard.pair.void(index)
+                    shard.pair.empty_slot(index)
                     self._trainings.recount(name)
 
     def _on_stats(
@@ -481,7 +481,7 @@ class RankRequests:
                     "damaged", version=m.version, detail=f"shard {m.rank}: handed back with a different digest"
                 )
         if training.sealing is not None:
-            training.sealing.voted |= shard.pair.complete_stamps()
+            training.sealing.voted |= shard.pair.list_complete_stamps()
         shard.handed_back |= {m.slot}
         shard.half_back = shard.handed_back != {0, 1}
         self._trainings.recount(m.training)

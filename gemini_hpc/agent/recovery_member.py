@@ -113,7 +113,7 @@ class RecoveryMember:
         if here.incarnation is not None and here.incarnation.leads:
             await self._domains.read_domains(here.hosts)
         for shard in self._store.list_all():
-            shard.pair.void_filling()
+            shard.pair.empty_filling()
             if shard.parity is not None:
                 shard.parity.fill = None
         if verify:
@@ -224,7 +224,7 @@ class RecoveryMember:
         for shard in self._store.list_all():
             # round numbers begin again with each incarnation
             shard.registered_round = shard.resumed_round = shard.rescued_round = 0
-            shard.pair.void_except(*keep.get(shard.training, ()))
+            shard.pair.empty_except(*keep.get(shard.training, ()))
         here = self._membership
         self._adopt(self._require_incarnation(), plan)
         mine, n = here.noderanks.get(self._identity.node), here.nodes

@@ -16,7 +16,7 @@ from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.tier_parts import TierParts
 from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
-from gemini_hpc.core.sequence import Place, passed, step_of
+from gemini_hpc.core.sequence import Place, find_step, is_passed
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, peer, version
 from gemini_hpc.wire.local_server import LocalClient, Reply
@@ -226,7 +226,7 @@ class Sessions:
             after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
             training=name,
             closed=closed[name].version if name in closed else 0,
-            passed=passed(name, [*closed, *(s.name for s in plan.trainings)] if plan is not None else ()),
+            passed=is_passed(name, [*closed, *(s.name for s in plan.trainings)] if plan is not None else ()),
             others=self._others(plan, closed) if plan is not None and training.chosen is None else (),
             stopped_at=here.stop.at,
             reached=here.stop.reached.get(name, 0),
@@ -245,7 +245,7 @@ class Sessions:
         if incarnation is None or plan is None:
             return Place(m.training, 1, m.nth).training_name
         held = [s.name for s in plan.trainings if s.chosen is not None]
-        step = step_of(m.training, _series(m), incarnation.restart, plan.closed, held)
+        step = find_step(m.training, _series(m), incarnation.restart, plan.closed, held)
         return Place(m.training, step, m.nth).training_name
 
     def _others(self, plan: peer.PlanDown, closed: Collection[str]) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ class Spares:
         here = self._membership
         if here.detached or here.incarnation is None:
             return None
-        return here.incarnation.view.without(nodes, here.nodes)
+        return here.incarnation.view.exclude(nodes, here.nodes)
 
     def _go_on_without(self, nodes: Iterable[str], why: str) -> None:
         incarnation, view = self._membership.incarnation, self._view_without(nodes)

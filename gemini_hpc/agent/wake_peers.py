@@ -67,7 +67,7 @@ class Wake:
         ports = list_candidates(settings, self._identity.job)
         try:
             link, _ = await connect_any(
-                settings.address_of(host), ports, lambda: incarnation.mesh.build_client(host, "wake"), DIAL_S
+                settings.format_address(host), ports, lambda: incarnation.mesh.build_client(host, "wake"), DIAL_S
             )
         except (OSError, HandshakeError):
             return

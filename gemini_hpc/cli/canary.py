@@ -18,7 +18,7 @@ from typing import Any
 
 from gemini_hpc import clock
 from gemini_hpc.cli import demo
-from gemini_hpc.config import Settings, program_problem
+from gemini_hpc.config import Settings, find_program_problem
 from gemini_hpc.controller.gate import Gate
 from gemini_hpc.doctor import canary
 from gemini_hpc.doctor.facts import HostFacts
@@ -109,13 +109,13 @@ def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.
     if os.geteuid():
         raise RefusedError("only root may take a node away: run it as root")
     settings = facts.settings
-    if not settings.controller_hosts():
+    if not settings.list_controller_hosts():
         raise RefusedError("controller_host is empty: without a controller there is nothing to see")
     if mode := Gate(settings).explain_refusal([partition]):
         raise RefusedError(f"the controller would not act ({mode}): see docs/first_month.md")
     if not settings.canary_program:
         raise RefusedError("canary_program is not set, so that slurmd could not be started again: see docs/admin.md")
-    if problem := program_problem(settings.canary_program):
+    if problem := find_program_problem(settings.canary_program):
         raise RefusedError(f"canary_program {settings.canary_program}: {problem}")
     try:
         who = pwd.getpwnam(user)

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     from gemini_hpc.doctor import report
     from gemini_hpc.doctor.examine import CHECKS, examine
     from gemini_hpc.doctor.facts import HostFacts
-    from gemini_hpc.paths import user
+    from gemini_hpc.paths import name_user
     from gemini_hpc.report import columns
 
     known = {c.name for c in CHECKS} | {c.name.partition(".")[0] for c in CHECKS}
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     for name in _list_unknown_warnings(facts, known):
         frame.print_error("doctor", f"accepted_warnings names no check: {name[:60]!r}")
     roles, slurm = sorted(_read_roles(facts)), _read_release(facts)
-    d = report.build_document(findings, facts.here, roles, user(facts.uid), slurm, status, clock.time())
+    d = report.build_document(findings, facts.here, roles, name_user(facts.uid), slurm, status, clock.time())
     result = frame.Result(d, lambda d: report.format_document(d, columns.measure_width()), status)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
         print(result.format(args.json), flush=True)

@@ -51,7 +51,7 @@ def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
 
 def read_failure_rate(args: argparse.Namespace) -> FailureRate:
     """Return the failure rate that the options give. Raises `UsageError`."""
-    from gemini_hpc.forecast.rate import FailureRate, of_history
+    from gemini_hpc.forecast.rate import FailureRate, derive_history_rate
     from gemini_hpc.slurm.accounting import parse_history
     from gemini_hpc.slurm.text import ParseError
 
@@ -64,7 +64,7 @@ def read_failure_rate(args: argparse.Namespace) -> FailureRate:
         where = f"sacct, {args.history_days} days" if args.history == "sacct" else args.history
         lines = _ask_sacct(args.history_days) if args.history == "sacct" else read_lines(args.history)
         try:
-            found = of_history(parse_history(lines), where)
+            found = derive_history_rate(parse_history(lines), where)
         except ParseError as error:
             raise UsageError(f"{where}: {error}") from None
         except ValueError as error:
@@ -75,7 +75,7 @@ def read_failure_rate(args: argparse.Namespace) -> FailureRate:
 def _read_logged_rate(directory: str) -> FailureRate:
     """Return the rate in the event logs of this directory; invalid lines are ignored, as in `inspect`."""
     from gemini_hpc.forecast import event_history
-    from gemini_hpc.forecast.rate import of_events
+    from gemini_hpc.forecast.rate import derive_event_rate
 
     seen = event_history.EventCounts()
     try:
@@ -84,9 +84,9 @@ def _read_logged_rate(directory: str) -> FailureRate:
         raise UsageError(f"{directory}: {error.strerror}") from None
     for name in names:
         if name.endswith(".jsonl"):
-            seen += event_history.of_job(_read_events(os.path.join(directory, name)))
+            seen += event_history.count_events(_read_events(os.path.join(directory, name)))
     try:
-        return of_events(seen, directory)
+        return derive_event_rate(seen, directory)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -72,7 +72,7 @@ async def _read_node(settings: Settings, node: str) -> tuple[str, list[tuple[int
     slurm = Slurm()
     nodes = await slurm.read_nodes([node])
     there = sorted((await slurm.read_owners([node]))[node], key=lambda found: found[1])
-    allowed = Operators(settings.operators, (0, *settings.slurm_uids()))
+    allowed = Operators(settings.operators, (0, *settings.list_slurm_uids()))
     found = nodes[node]
     words = "+".join((found.state, *sorted(found.flags)))
     return words, there, await allowed.allows(os.geteuid())

@@ -21,7 +21,7 @@ from gemini_hpc.agent import own_start
 from gemini_hpc.agent.own_directory import SOCKET
 from gemini_hpc.cli import sendback
 from gemini_hpc.client.joining import SOCKET_ENV, SPARES_ENV
-from gemini_hpc.config import own
+from gemini_hpc.config import build_own_settings
 from gemini_hpc.core import hostlist
 from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.wire import keyed, own_key
@@ -29,8 +29,9 @@ from gemini_hpc.wire import keyed, own_key
 SHARE = 0.5  # of the job's memory; the training itself needs the rest
 NO_KILL_ENV = "SLURM_NO_KILL"
 CLOCKS_APART_S = 60.0  # of slurmctld and a file server, at most
-READY_S = own_start.START_S + own().attach_timeout_s + 30.0  # srun asks slurmctld for the step before
-CLOSED_S = own().tier_flush_s + own_start.GRACE_S + 5.0  # the agents' own limits, and the end of an srun
+READY_S = own_start.START_S + build_own_settings().attach_timeout_s + 30.0  # srun asks slurmctld for the step before
+# the agents' own limits, and the end of an srun
+CLOSED_S = build_own_settings().tier_flush_s + own_start.GRACE_S + 5.0
 LESS = (
     "less than where a site has installed gemini-hpc: copies end with this allocation, so a requeued job needs a "
     "tier; no lost node is fenced; copies count as the job's memory"

@@ -111,8 +111,8 @@ def register(verbs: frame.Verbs) -> None:
 
 def run(args: argparse.Namespace) -> frame.Result:
     """Make the plan. The exit status is 1 if the copies asked for do not fit."""
-    from gemini_hpc.forecast.domain_loss import domain_loss
-    from gemini_hpc.forecast.protection import RequestedProtection, protection
+    from gemini_hpc.forecast.domain_loss import compute_domain_loss
+    from gemini_hpc.forecast.protection import RequestedProtection, predict_protection
     from gemini_hpc.forecast.schemes import TrainingFigures
     from gemini_hpc.settings import Settings
 
@@ -129,13 +129,15 @@ def run(args: argparse.Namespace) -> frame.Result:
             imports_s=args.imports,
         )
         found = [
-            protection(wish, m) for m in (args.replicas, args.replicas + 1) if m <= max(args.nodes, args.replicas)
+            predict_protection(wish, m)
+            for m in (args.replicas, args.replicas + 1)
+            if m <= max(args.nodes, args.replicas)
         ]
         for group, parity in args.redundancy or (_parse_redundancy(how) for how in _USUAL):
             if parity and (args.redundancy or group <= args.nodes):
-                found.append(protection(wish, group, parity=parity))
+                found.append(predict_protection(wish, group, parity=parity))
         of = _read_domains(args)
-        racks = [domain_loss(of, one.replicas, parity=one.parity) for one in found] if of else []
+        racks = [compute_domain_loss(of, one.replicas, parity=one.parity) for one in found] if of else []
         if args.plot:
             draw_plans(args.plot, wish, found)
     except ValueError as error:
@@ -232,7 +234,7 @@ def format_plans(
     lines = [
         f"{t.nodes} nodes, {format_size(t.node_bytes)} of state on each, "
         f"{format_size(wish.memory_bytes)} of memory for copies",
-        *fold(sanitize(failures.text()), measure_width()),
+        *fold(sanitize(failures.describe()), measure_width()),
     ]
     cells = [("", [p.name for p in plans]), *rows]
     widths = [2 + max(len(texts[i]) for _, texts in cells) for i in range(len(plans))]

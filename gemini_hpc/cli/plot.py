@@ -65,7 +65,7 @@ def draw_plans(path: str, wish: RequestedProtection, found: list[Protection]) ->
 
     Raises `UsageError`.
     """
-    from gemini_hpc.forecast.protection import protection
+    from gemini_hpc.forecast.protection import predict_protection
     from gemini_hpc.report.charts import Curves, draw_curves
 
     lost = sorted(found[0].survival)
@@ -78,7 +78,10 @@ def draw_plans(path: str, wish: RequestedProtection, found: list[Protection]) ->
     rates = [times * (wish.per_day or 0.001) for times in _TIMES]
     trains: dict[str, list[float]] = {}
     for one in found:
-        at = [protection(replace(wish, per_day=rate), one.replicas, parity=one.parity).effective for rate in rates]
+        at = [
+            predict_protection(replace(wish, per_day=rate), one.replicas, parity=one.parity).effective
+            for rate in rates
+        ]
         for place, way in enumerate(("by requeue", "with a spare")):
             trains[f"{one.name}, {way}"] = [both[place] for both in at]
     time = Curves("time that trains", "failures of a node a day", rates, trains, logarithmic=True)

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> frame.Result:
         raise UsageError(str(error)) from None
     failures = {"per_day": None, "hardware": None, "source": args.trace} if args.trace else asdict(rate)
     found = {name: {**asdict(o), "goodput": o.goodput} for name, o in outcomes.items()}
-    told = f"failures: those of {args.trace}" if args.trace else rate.text()
+    told = f"failures: those of {args.trace}" if args.trace else rate.describe()
     document = {"schema": SCHEMA, "failures": failures, "schemes": found}
     return frame.Result(document, lambda _: _format_outcomes(args, outcomes, told))
 
@@ -144,7 +144,7 @@ def _simulate_schemes(args: argparse.Namespace, faults: Faults) -> dict[str, Run
         for name in args.schemes:
             found[name] = simulate(
                 schemes.SCHEMES[name](training),
-                schemes.strawman(training),
+                schemes.build_strawman(training),
                 _show_progress(name, failures(), args.days) if live else failures(),
                 nodes=args.nodes,
                 days=args.days,
@@ -164,7 +164,7 @@ def _prepare_failures(args: argparse.Namespace, faults: Faults) -> Callable[[], 
     from gemini_hpc.forecast import trace
 
     if args.trace is None:
-        return lambda: faults.of(args.nodes, args.days, Random(args.seed))
+        return lambda: faults.draw_failures(args.nodes, args.days, Random(args.seed))
     try:
         found = trace.parse(read_lines(args.trace), args.nodes)
     except trace.TraceError as error:
@@ -215,7 +215,7 @@ def _build_goodput() -> frame.Result:
     from gemini_hpc.forecast import goodput
     from gemini_hpc.report.columns import fold, measure_width
 
-    rows = list(goodput.rows())
+    rows = list(goodput.compute_rows())
     head = {"schema": SCHEMA, "figure": "goodput", "title": goodput.TITLE, "inputs": goodput.INPUTS}
     published = [asdict(one) for one in goodput.PUBLISHED]
     document = {**head, "rows": [asdict(row) for row in rows], "published": published}

@@ -9,7 +9,7 @@ import signal
 from contextlib import suppress
 
 from gemini_hpc import clock
-from gemini_hpc.config import Settings, program_problem
+from gemini_hpc.config import Settings, find_program_problem
 from gemini_hpc.controller.journal import NODES, Journal
 
 log = logging.getLogger("gemini_hpc.controller")
@@ -60,7 +60,7 @@ class Alerts:
         path = self._settings.alert_program
         async with self._one:
             try:
-                if why := program_problem(path):
+                if why := find_program_problem(path):
                     raise OSError(why)
                 process = await asyncio.create_subprocess_exec(
                     path,

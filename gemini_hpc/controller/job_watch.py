@@ -89,7 +89,7 @@ class JobWatch:
             if self._log_end(track, is_forgotten=row is None) and row is not None:
                 ended.append(track)
             ended_for_s = clock.time() - track.stored.ended_at if track.stored.ended_at else None
-            doubt_s = self._settings.afterwards_s() + TOLD_S
+            doubt_s = self._settings.compute_detection_s() + TOLD_S
             reason = find_release_reason(state, ended_for_s, self._settings.retention_s, doubt_s)
             if reason:
                 self._release_all(track, reason)

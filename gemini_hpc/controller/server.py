@@ -444,5 +444,5 @@ def _enable_keepalive(sock: socket.socket) -> None:
 
 def find_own_name(settings: Settings) -> str:
     """Return the name in `controller_host` under which agents connect to this host."""
-    hosts = settings.controller_hosts()
+    hosts = settings.list_controller_hosts()
     return next((h for h in hosts if is_here(h, "")), hosts[0] if hosts else socket.gethostname())

@@ -82,7 +82,7 @@ async def _main(settings: Settings) -> None:
 
 def main(settings: Settings, verbose: bool = False) -> int:
     """Run in the foreground until SIGTERM. Return 0, or 1 after one line on stderr."""
-    logs.to(sys.stderr, verbose=verbose)
+    logs.write_to(sys.stderr, verbose=verbose)
     try:
         startup.become_slurm_user(settings)
         startup.take_limits()

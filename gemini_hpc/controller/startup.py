@@ -18,7 +18,7 @@ class ServiceError(Exception):
 
 def explain_elsewhere(settings: Settings) -> str:
     """Return why no controller belongs on this host: the settings name others. "" if it may be one of them."""
-    names = settings.controller_hosts()
+    names = settings.list_controller_hosts()
     if not names or any(_may_be_here(name) for name in names):
         return ""
     return (

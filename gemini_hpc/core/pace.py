@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from gemini_hpc.core.save_interval import Frequency, choose
+from gemini_hpc.core.save_interval import Frequency, choose_frequency
 
 PACE_EVERY = 16
 _EARLY = (4, 8)
@@ -57,7 +57,7 @@ class IterationPace:
         def compute_delay_s(s: int) -> float:
             return sealed_s - gate_s - (s - 1) * usual_s
 
-        fresh = choose(compute_delay_s, usual_s, ceiling=self._ceiling, forced=every or None, own_s=own_s)
-        kept = choose(compute_delay_s, usual_s, ceiling=self._ceiling, forced=j, own_s=own_s)
+        fresh = choose_frequency(compute_delay_s, usual_s, ceiling=self._ceiling, forced=every or None, own_s=own_s)
+        kept = choose_frequency(compute_delay_s, usual_s, ceiling=self._ceiling, forced=j, own_s=own_s)
         same = kept.s <= s and kept.overhead <= _RARER * self._ceiling and j <= 2 * fresh.j
         return Frequency(j, s, kept.overhead, j + s - 1, kept.within) if same else fresh

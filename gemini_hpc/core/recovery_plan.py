@@ -5,7 +5,7 @@
 2. The new epoch is above every epoch that any agent has seen.
 3. Per training, the highest stamp is chosen of which every shard has a complete copy somewhere. The ranks must mean
    the same moment with this stamp (`core.moments`). The chosen stamp may never have been voted on.
-4. Every agent voids all but the stamps to keep (`SlotPair.void_except`) and acknowledges; only then training goes
+4. Every agent voids all but the stamps to keep (`SlotPair.empty_except`) and acknowledges; only then training goes
    on.
 5. Every holder of the new placement that lacks the chosen stamp pulls it, the home node first in its list of
    sources.
@@ -129,12 +129,12 @@ class RecoveryPlan:
     latest: int = -1
     order: PlacementOrder = AS_RANKED
 
-    def training_plan(self, training_name: str) -> TrainingPlan | None:
+    def find_training_plan(self, training_name: str) -> TrainingPlan | None:
         """Return the plan of this training, or None."""
         return next((plan for plan in self.trainings if plan.training_name == training_name), None)
 
 
-def first_epoch(restart: int) -> int:
+def compute_first_epoch(restart: int) -> int:
     """Return the first epoch of an incarnation, above the epochs of all earlier incarnations.
 
     The rule also holds if no survivor knows the earlier epochs. Each recovery round of an incarnation takes one
@@ -147,7 +147,7 @@ EPOCHS_OF_A_RESTART = 64
 INHERITED_EPOCH = 0  # below every epoch of the job itself
 
 
-def inherited(stamp: Stamp) -> Stamp:
+def inherit_stamp(stamp: Stamp) -> Stamp:
     """Return the stamp under which a job keeps a version of another job that it continues.
 
     The other job's epochs mean nothing here. They could be above the epochs of this job and outrank its own
@@ -171,9 +171,9 @@ def plan(
 ) -> RecoveryPlan:
     """Return the plan for a job that now has `hosts`, in host-list order, with m replicas.
 
-    The new epoch is above every epoch in the inventories and at least `min_epoch` (`first_epoch`). So the plan stays
-    apart from lineages that no reachable agent remembers. The result depends on the arguments alone, so agents with
-    the same inventories agree.
+    The new epoch is above every epoch in the inventories and at least `min_epoch` (`compute_first_epoch`). So the
+    plan stays apart from lineages that no reachable agent remembers. The result depends on the arguments alone, so
+    agents with the same inventories agree.
 
     Args:
         inventories: Inventories by host, of all reachable agents. Hosts outside the allocation may be sources.
@@ -193,8 +193,8 @@ def plan(
     """
     warnings: list[str] = []
     listed = _Order(hosts)
-    last = _last_map(inventories, listed, warnings)
-    previous, former_order = (last.noderanks, _order_of(last)) if last is not None else (None, AS_RANKED)
+    last = _find_last_map(inventories, listed, warnings)
+    previous, former_order = (last.noderanks, _read_order(last)) if last is not None else (None, AS_RANKED)
     if noderanks is not None:
         noderanks = dict(noderanks)
         m = min(m, len(noderanks))
@@ -213,8 +213,8 @@ def plan(
     redundancy = Redundancy(len(noderanks), m, min(parity, m - 1), order)
     before = redundancy._replace(N=len(previous or ()), order=former_order)
     gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=listed))
-    survivable = _survivable(previous, gone, before)
-    held = _held(inventories, listed, warnings)
+    survivable = _can_survive(previous, gone, before)
+    held = _collect_copies(inventories, listed, warnings)
     by_place = sorted(inventories, key=listed)
     parities = Parities(() if foreign else ((h, c) for h in by_place for c in inventories[h].copies if c.of))
     epoch = max(
@@ -238,15 +238,15 @@ def plan(
         parities,
         foreign,
     )
-    sealed = _known_sealed(inventories)
+    sealed = _collect_sealed(inventories)
     trainings = tuple(
-        _plan_set(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held)
+        _plan_training(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held)
     )
     latest = max((i.map_restart for i in inventories.values() if i.noderanks is not None), default=-1)
     return RecoveryPlan(noderanks, epoch, trainings, gone, survivable, tuple(warnings), latest, order)
 
 
-def choose(copies: Iterable[Copy]) -> Stamp | None:
+def choose_stamp(copies: Iterable[Copy]) -> Stamp | None:
     """Return the highest stamp of which every rank 0..world-1 of one world has a proven copy.
 
     All `copies` are of one training.
@@ -285,7 +285,7 @@ class _Order:
 _Held = dict[tuple[str, int], dict[str, Copy]]  # (digest, used bytes) -> host -> its copy, in host order
 
 
-def _last_map(inventories: Mapping[str, Inventory], listed: _Order, warnings: list[str]) -> Inventory | None:
+def _find_last_map(inventories: Mapping[str, Inventory], listed: _Order, warnings: list[str]) -> Inventory | None:
     """Return an inventory that knows the newest node-rank map."""
     known = [inventories[host] for host in sorted(inventories, key=listed)]
     known = [inventory for inventory in known if inventory.noderanks is not None]
@@ -304,7 +304,7 @@ def _last_map(inventories: Mapping[str, Inventory], listed: _Order, warnings: li
     return known[0]
 
 
-def _order_of(last: Inventory) -> PlacementOrder:
+def _read_order(last: Inventory) -> PlacementOrder:
     """Return the order of placement of this inventory's map.
 
     If the agent reports an impossible order, the order is that of the ranks.
@@ -316,7 +316,7 @@ def _order_of(last: Inventory) -> PlacementOrder:
     return order if len(order.ranks) == len(last.noderanks or ()) else AS_RANKED
 
 
-def _survivable(previous: dict[str, int] | None, gone: tuple[str, ...], redundancy: Redundancy) -> bool:
+def _can_survive(previous: dict[str, int] | None, gone: tuple[str, ...], redundancy: Redundancy) -> bool:
     if previous is None:
         return True
     N = len(previous)
@@ -326,7 +326,7 @@ def _survivable(previous: dict[str, int] | None, gone: tuple[str, ...], redundan
     return redundancy.can_survive(lost)
 
 
-def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]:
+def _collect_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]:
     sealed: dict[str, set[Stamp]] = defaultdict(set)
     for inventory in inventories.values():
         for name, stamp in inventory.sealed:
@@ -334,7 +334,7 @@ def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]
     return sealed
 
 
-def _held(
+def _collect_copies(
     inventories: Mapping[str, Inventory], listed: _Order, warnings: list[str]
 ) -> dict[str, dict[tuple[Stamp, int], dict[int, _Held]]]:
     """Return set -> (stamp, world) -> rank -> contents -> host -> its copy.
@@ -358,7 +358,7 @@ def _held(
     return held
 
 
-def _plan_set(
+def _plan_training(
     name: str,
     stamps: dict[tuple[Stamp, int], dict[int, _Held]],
     sealed: set[Stamp],
@@ -372,7 +372,7 @@ def _plan_set(
     complete = [
         (stamp, world)
         for (stamp, world), ranks in stamps.items()
-        if len(ranks) + len(made[stamp, world]) == world and all(_counts(found) for found in ranks.values())
+        if len(ranks) + len(made[stamp, world]) == world and all(_is_known(found) for found in ranks.values())
     ]
     void = {key for key in complete if not _is_common(stamps[key], made[key], context)}
     choosable = [key for key in complete if key not in void]
@@ -382,7 +382,7 @@ def _plan_set(
                 f"training {name!r}: version {stamp} is left: its ranks do not mean the same moment with it"
             )
     if not choosable:
-        return _lost_training(name, stamps, sealed, context)
+        return _plan_lost_training(name, stamps, sealed, context)
     chosen, world = max(choosable)
     if any(stamp == chosen and other != world for stamp, other in stamps):
         warnings.append(
@@ -390,7 +390,7 @@ def _plan_set(
         )
     if sealed and chosen < max(sealed):
         warnings.append(f"training {name!r}: version {max(sealed)} was sealed but has lost shards; {chosen} is used")
-    keep = (chosen, *_fallback(chosen, choosable, sealed))
+    keep = (chosen, *_choose_fallback(chosen, choosable, sealed))
     shards: list[Copy] = []
     pulls: list[Pull] = []
     by_rank = {rank: host for host, rank in context.noderanks.items()}
@@ -402,7 +402,7 @@ def _plan_set(
             shards.append(wanted.copy)
             again.append(replace(wanted, dest_host=by_rank[wanted.copy.home % N]))
             continue
-        keepers = _trusted(name, stamps[chosen, world][rank], context, warnings)
+        keepers = _choose_trusted(name, stamps[chosen, world][rank], context, warnings)
         shard = next(iter(keepers.values()))
         shards.append(shard)
         where[rank] = list(keepers)
@@ -410,9 +410,9 @@ def _plan_set(
         for turn, holder in enumerate(context.redundancy.list_holders(home)):
             dest = by_rank[holder]
             if dest not in keepers:
-                pulls.append(Pull(dest, shard, _sources(by_rank[home], list(keepers), rank + turn)))
+                pulls.append(Pull(dest, shard, _order_sources(by_rank[home], list(keepers), rank + turn)))
             elif context.foreign:
-                pulls.append(Pull(dest, shard, _sources(dest, list(keepers), rank + turn)))
+                pulls.append(Pull(dest, shard, _order_sources(dest, list(keepers), rank + turn)))
     settled = max(sealed & set(keep), default=None)
     if context.redundancy.parity and not context.foreign:
         new, whole = context.parities.find_lacking(shards, where, by_rank, context.redundancy)
@@ -427,20 +427,20 @@ def _plan_set(
 
 def _is_common(ranks: Mapping[int, _Held], made: Mapping[int, RebuiltCopy], context: _Context) -> bool:
     """Return whether all shards of a version are of the same moment of the training."""
-    marks = [next(iter(_best(found, context)[0].values())).mark for found in ranks.values()]
+    marks = [next(iter(_rank_contents(found, context)[0].values())).mark for found in ranks.values()]
     return moments.is_common(moments.add([*marks, *(wanted.copy.mark for wanted in made.values())]))
 
 
-def _proven(keepers: Mapping[str, Copy]) -> bool:
+def _is_proven(keepers: Mapping[str, Copy]) -> bool:
     return any(copy.proven for copy in keepers.values())
 
 
-def _counts(found: _Held) -> bool:
+def _is_known(found: _Held) -> bool:
     """Return whether the content of a shard is known: from its home, or from replicas that agree."""
-    return len(found) == 1 or any(_proven(keepers) for keepers in found.values())
+    return len(found) == 1 or any(_is_proven(keepers) for keepers in found.values())
 
 
-def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Stamp]) -> tuple[Stamp, ...]:
+def _choose_fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Stamp]) -> tuple[Stamp, ...]:
     """Return the stamp to keep beside the chosen stamp, if any.
 
     Until the chosen stamp is sealed, keep the last sealed stamp, or else the next best. If the chosen stamp is
@@ -450,9 +450,9 @@ def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Sta
     return tuple(sorted(older if chosen in sealed else older & sealed or older)[-1:])
 
 
-def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, Copy]:
+def _choose_trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, Copy]:
     """Return the copies of the best content of a shard."""
-    best, *rest = _best(found, context)
+    best, *rest = _rank_contents(found, context)
     for other in rest:
         shard = next(iter(best.values()))
         warnings.append(
@@ -462,7 +462,7 @@ def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) ->
     return best
 
 
-def _best(found: _Held, context: _Context) -> list[dict[str, Copy]]:
+def _rank_contents(found: _Held, context: _Context) -> list[dict[str, Copy]]:
     """Return the contents of a shard, best first.
 
     The content that most hosts agree on comes first, then the home node's, then the first in host order. A replica's
@@ -471,7 +471,7 @@ def _best(found: _Held, context: _Context) -> list[dict[str, Copy]]:
     return sorted(
         found.values(),
         key=lambda keepers: (
-            not _proven(keepers),
+            not _is_proven(keepers),
             -len(keepers),
             all(context.previous.get(host) != copy.home for host, copy in keepers.items()),
             context.listed(next(iter(keepers))),
@@ -479,14 +479,14 @@ def _best(found: _Held, context: _Context) -> list[dict[str, Copy]]:
     )
 
 
-def _sources(home_host: str, keepers: list[str], turn: int) -> tuple[str, ...]:
+def _order_sources(home_host: str, keepers: list[str], turn: int) -> tuple[str, ...]:
     first = [host for host in keepers if host == home_host]
     others = [host for host in keepers if host != home_host]
     start = turn % len(others) if others else 0
     return (*first, *others[start:], *others[:start])
 
 
-def _lost_training(
+def _plan_lost_training(
     name: str,
     stamps: dict[tuple[Stamp, int], dict[int, _Held]],
     sealed: set[Stamp],
@@ -501,7 +501,7 @@ def _lost_training(
                 homes[rank] = next(iter(next(iter(found.values())).values())).home
                 others[rank].add(stamp)
     lost = tuple(
-        LostShard(rank, _reason(rank, newest, homes.get(rank), others.get(rank, set()), context))
+        LostShard(rank, _explain_loss(rank, newest, homes.get(rank), others.get(rank, set()), context))
         for rank in range(min(world, MAX_LISTED))
         if rank not in stamps[newest, world]
     )
@@ -512,7 +512,7 @@ def _lost_training(
 MAX_LISTED = 65536  # most ranks scanned for lost shards, because a peer supplies `world`
 
 
-def _reason(rank: int, newest: Stamp, home: int | None, others: set[Stamp], context: _Context) -> str:
+def _explain_loss(rank: int, newest: Stamp, home: int | None, others: set[Stamp], context: _Context) -> str:
     text = f"no complete copy of shard {rank} at version {newest}"
     if others:
         text += f", only of {', '.join(map(str, sorted(others)))}"

@@ -24,7 +24,7 @@ from math import ceil
 from statistics import median
 from typing import NamedTuple
 
-from gemini_hpc.core.schedule import capacity, seconds
+from gemini_hpc.core.schedule import compute_capacity, compute_transfer_s
 from gemini_hpc.core.spans import Window
 
 CEILING = 0.01  # highest overhead, as a share of the training's time
@@ -54,7 +54,9 @@ class Need:
     alpha: float
 
     @classmethod
-    def of(cls, windows: Iterable[Window], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float) -> Need:
+    def from_windows(
+        cls, windows: Iterable[Window], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float
+    ) -> Need:
         """Return the need for these windows.
 
         Letters and ValueErrors are those of `schedule`. A replica that ends in the middle of a span costs one more
@@ -62,7 +64,7 @@ class Need:
         """
         before = after = 0
         for window in windows:
-            room = capacity(window.length_s, R, p, B, alpha, mu)
+            room = compute_capacity(window.length_s, R, p, B, alpha, mu)
             before, after = (before + room, after) if window.before_gate else (before, after + room)
         ends = max(0, m - 2) * min(R // p, ceil(alpha * B) + 1)
         total = C * (m - 1) + ends if C > 0 and m > 1 else 0
@@ -72,7 +74,7 @@ class Need:
         """Return the need for s iterations in seconds."""
         rest = self.total_bytes - self.before_bytes - (s - 1) * self.iteration_bytes
         starts = max(0, ceil(rest / self.chunk_bytes))
-        return seconds(rest, self.B, starts * self.alpha)
+        return compute_transfer_s(rest, self.B, starts * self.alpha)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Frequency:
     within: bool
 
 
-def choose(
+def choose_frequency(
     need: Callable[[int], float],
     iteration_s: float,
     *,
@@ -129,21 +131,21 @@ def choose(
         if asked is not None and asked < 1:
             raise ValueError(f"a checkpoint every {asked} iterations: j is 1 or more")
 
-    def overhead(j: int, s: int) -> float:
+    def compute_overhead(j: int, s: int) -> float:
         return (max(0.0, need(s)) + own_s) / (j * iteration_s)
 
-    def widest(j: int) -> int:
+    def find_widest(j: int) -> int:
         return j if spread else 1
 
     j = forced
     if j is None:
-        j = _first(lambda j: overhead(j, widest(j)) <= ceiling, largest)
-    bound = max(ceiling, overhead(j, widest(j)))
-    s = _first(lambda s: overhead(j, s) <= bound, widest(j))
-    return Frequency(j, s, overhead(j, s), j + s - 1, overhead(j, s) <= ceiling)
+        j = _find_first(lambda j: compute_overhead(j, find_widest(j)) <= ceiling, largest)
+    bound = max(ceiling, compute_overhead(j, find_widest(j)))
+    s = _find_first(lambda s: compute_overhead(j, s) <= bound, find_widest(j))
+    return Frequency(j, s, compute_overhead(j, s), j + s - 1, compute_overhead(j, s) <= ceiling)
 
 
-def _first(good: Callable[[int], bool], last: int) -> int:
+def _find_first(good: Callable[[int], bool], last: int) -> int:
     """Return the smallest good number of 1..last, or `last` if none is good.
 
     All numbers after a good number must be good.
@@ -205,7 +207,7 @@ class OverheadController:
     def __post_init__(self) -> None:
         self.frequency = self._choose(self.forced)
 
-    def expected_s(self, s: int) -> float:
+    def predict_cost_s(self, s: int) -> float:
         """Return the expected cost of a cycle in seconds."""
         return max(0.0, self.need(s) + self.extra_s) + self.fixed_s + self.own_s
 
@@ -223,8 +225,8 @@ class OverheadController:
             return self.frequency
         self._new_samples = 0
         j, s = self.frequency.j, self.frequency.s
-        low_s = _sure_low(self._samples)
-        if low_s > self.ceiling * j * self.iteration_s and low_s > self.expected_s(s):
+        low_s = _find_lower_bound(self._samples)
+        if low_s > self.ceiling * j * self.iteration_s and low_s > self.predict_cost_s(s):
             self._explain(s)
             self._adopt(self._choose(self.forced))
         return self.frequency
@@ -254,7 +256,7 @@ class OverheadController:
         if not same:
             self.extra_s = self.fixed_s = 0.0
         elif len(self._samples) >= BATCH:
-            surplus_s = max(0.0, self.expected_s(s) - max(0.0, sure_high(self._samples)))
+            surplus_s = max(0.0, self.predict_cost_s(s) - max(0.0, find_upper_bound(self._samples)))
             of_extra_s = min(surplus_s, max(0.0, need(s) + self.extra_s))
             self.extra_s -= of_extra_s
             self.fixed_s -= min(self.fixed_s, surplus_s - of_extra_s)
@@ -266,8 +268,8 @@ class OverheadController:
         return self.frequency
 
     def _choose(self, j: int | None) -> Frequency:
-        return choose(
-            self.expected_s,
+        return choose_frequency(
+            self.predict_cost_s,
             self.iteration_s,
             ceiling=self.ceiling,
             spread=self.spread,
@@ -279,9 +281,9 @@ class OverheadController:
         """Update the plan so that it explains the cost that the samples with s surely show."""
         typical_s = median(self._samples)
         # Between the sure and the likely cost: from the sure cost alone, j would creep up by many small steps.
-        cost_s = (_sure_low(self._samples) + typical_s) / 2
+        cost_s = (_find_lower_bound(self._samples) + typical_s) / 2
         if (trial := self._trial) is not None and s > trial.s:
-            hoped_s = self.expected_s(trial.s) - self.expected_s(s)
+            hoped_s = self.predict_cost_s(trial.s) - self.predict_cost_s(s)
             if trial.typical_s - typical_s < hoped_s / 2:
                 self.extra_s, self._trial = trial.extra_s, None
                 self.fixed_s = cost_s - self.own_s - max(0.0, self.need(s) + self.extra_s)
@@ -300,7 +302,7 @@ class OverheadController:
             self.frequency = fresh
 
 
-def _sure_low(samples: Collection[float]) -> float:
+def _find_lower_bound(samples: Collection[float]) -> float:
     """Return a sample that the median is surely not below.
 
     Only if half of the samples were above it, would so many be above.
@@ -308,6 +310,6 @@ def _sure_low(samples: Collection[float]) -> float:
     return sorted(samples)[max(0, int(len(samples) / 2 - SURE * len(samples) ** 0.5 / 2))]
 
 
-def sure_high(samples: Collection[float]) -> float:
+def find_upper_bound(samples: Collection[float]) -> float:
     """Return a sample that the median is surely not above."""
-    return -_sure_low([-sample for sample in samples])
+    return -_find_lower_bound([-sample for sample in samples])

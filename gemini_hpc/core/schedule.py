@@ -41,23 +41,23 @@ class Partition(NamedTuple):
     size: int
 
 
-def seconds(size: int, B: float, alpha: float) -> float:
+def compute_transfer_s(size: int, B: float, alpha: float) -> float:
     """Return f(s) = alpha + s/B: the duration of the transfer of one chunk."""
     return alpha + size / B
 
 
-def capacity(t: float, R: int, p: int, B: float, alpha: float, mu: float) -> int:
+def compute_capacity(t: float, R: int, p: int, B: float, alpha: float, mu: float) -> int:
     """Return the bytes that Algorithm 2 places in a finite span of t seconds.
 
     All bytes are of one replica and do not run out.
     """
     _check(t, R, p, B, alpha, mu)
     chunk = R // p
-    whole = int(mu * t / seconds(chunk, B, alpha))
-    return whole * chunk + min(chunk, _bytes_in(mu * t - whole * seconds(chunk, B, alpha), B, alpha))
+    whole = int(mu * t / compute_transfer_s(chunk, B, alpha))
+    return whole * chunk + min(chunk, _fit_bytes(mu * t - whole * compute_transfer_s(chunk, B, alpha), B, alpha))
 
 
-def checkpoint_partition(
+def divide_checkpoint(
     T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float
 ) -> list[Partition]:
     """Return the chunks of Algorithm 2 in the order in which they are sent.
@@ -71,7 +71,7 @@ def checkpoint_partition(
     _check_all(T, C, m, R, p, B, alpha, mu)
     partitions: list[Partition] = []
     chunk = R // p
-    full_s = seconds(chunk, B, alpha)
+    full_s = compute_transfer_s(chunk, B, alpha)
     replica, remain_size = 0, C
     if C == 0 or m == 1:
         return partitions
@@ -79,12 +79,12 @@ def checkpoint_partition(
     for span, t in enumerate(T):
         remain_span = inf if span == last else mu * t
         while True:
-            room = chunk if remain_span >= full_s else min(chunk, _bytes_in(remain_span, B, alpha))
+            room = chunk if remain_span >= full_s else min(chunk, _fit_bytes(remain_span, B, alpha))
             size = min(remain_size, room)
             if size == 0:
                 break
             partitions.append(Partition(span, replica, C - remain_size, size))
-            remain_span -= seconds(size, B, alpha)
+            remain_span -= compute_transfer_s(size, B, alpha)
             remain_size -= size
             if remain_size == 0:
                 replica, remain_size = replica + 1, C
@@ -123,15 +123,15 @@ class Plan:
         """Return the bytes that the idle spans take."""
         return self.total_bytes - self.spilled_bytes
 
-    def chunks(self, span: int) -> tuple[Partition, ...]:
+    def list_chunks(self, span: int) -> tuple[Partition, ...]:
         """Return the chunks of one span, in order.
 
         Raises:
             ValueError: There is no such span.
         """
-        return self.partitions[self._before(span) : self.due(span)]
+        return self.partitions[self._count_before(span) : self.count_due(span)]
 
-    def due(self, span: int) -> int:
+    def count_due(self, span: int) -> int:
         """Return how many partitions, from the first, may have been sent by the end of a span.
 
         A sender that processes them in order uses this number as its limit.
@@ -139,30 +139,30 @@ class Plan:
         Raises:
             ValueError: There is no such span.
         """
-        self._before(span)
-        return bisect_right(self.partitions, span, key=_span_of)
+        self._count_before(span)
+        return bisect_right(self.partitions, span, key=_read_span)
 
-    def _before(self, span: int) -> int:
+    def _count_before(self, span: int) -> int:
         if not 0 <= span < self.spans:
             raise ValueError(f"span {span} is outside 0..{self.spans - 1}")
-        return bisect_left(self.partitions, span, key=_span_of)
+        return bisect_left(self.partitions, span, key=_read_span)
 
 
 def plan(T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float) -> Plan:
-    """Return `checkpoint_partition` with the bytes that the true length of the last span cannot take.
+    """Return `divide_checkpoint` with the bytes that the true length of the last span cannot take.
 
     Raises:
-        ValueError: See `checkpoint_partition`.
+        ValueError: See `divide_checkpoint`.
     """
-    partitions = checkpoint_partition(T, C, m, R, p, B, alpha, mu)
+    partitions = divide_checkpoint(T, C, m, R, p, B, alpha, mu)
     last = len(T) - 1
     remain_span = mu * T[-1]
     spilled_bytes = 0
     late_s = 0.0
-    for part in partitions[bisect_left(partitions, last, key=_span_of) :]:
-        took_s = seconds(part.size, B, alpha)
+    for part in partitions[bisect_left(partitions, last, key=_read_span) :]:
+        took_s = compute_transfer_s(part.size, B, alpha)
         if took_s > remain_span:
-            spilled_bytes += part.size - min(part.size, _bytes_in(remain_span, B, alpha))
+            spilled_bytes += part.size - min(part.size, _fit_bytes(remain_span, B, alpha))
             late_s += took_s - max(0.0, remain_span)
             remain_span = 0.0
         else:
@@ -170,11 +170,11 @@ def plan(T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: fl
     return Plan(tuple(partitions), len(T), C * (m - 1), spilled_bytes, late_s if spilled_bytes else 0.0)
 
 
-def _span_of(part: Partition) -> int:
+def _read_span(part: Partition) -> int:
     return part.span
 
 
-def _bytes_in(remain_span: float, B: float, alpha: float) -> int:
+def _fit_bytes(remain_span: float, B: float, alpha: float) -> int:
     return max(0, int((remain_span - alpha) * B))
 
 

@@ -46,7 +46,7 @@ class SealLatency:
             self._lags.append(max(0.0, job.taken_at - self._due_at))
         self._job, self._due_at, self._was_due = job, 0.0, False
 
-    def due(self, at: float) -> None:
+    def record_due(self, at: float) -> None:
         """Record that the training wants the newest version sealed at the moment `at`.
 
         Only the first call for a version counts: a version stays due until the next one begins.
@@ -92,14 +92,14 @@ class SealLatency:
     @property
     def whole_s(self) -> float:
         """Return the seconds from step() to seal below which three quarters of the versions stay; 0.0: unknown."""
-        return _usually(self._whole)
+        return _find_usual_s(self._whole)
 
     @property
     def fixed_s(self) -> float:
         """Return the part of `whole_s` in which nothing travels (copy, digests, votes); 0.0: unknown."""
-        return _usually(self._fixed)
+        return _find_usual_s(self._fixed)
 
-    def lag_s(self, allowed_s: float) -> float:
+    def measure_lag_s(self, allowed_s: float) -> float:
         """Return the median delay of the latest versions, if most exceed `allowed_s`; else 0.0. All in seconds.
 
         After a delay is returned, the next result is about other versions.
@@ -111,5 +111,5 @@ class SealLatency:
         return lag_s
 
 
-def _usually(samples: deque[float]) -> float:
+def _find_usual_s(samples: deque[float]) -> float:
     return sorted(samples)[(3 * len(samples)) // 4] if samples else 0.0

@@ -37,7 +37,7 @@ class Place(NamedTuple):
         return self.name if self[1:] == (1, 1) else f"{self.name}+{self.step}.{self.nth}"
 
     @classmethod
-    def of(cls, training_name: str) -> Place:
+    def parse(cls, training_name: str) -> Place:
         """Return the place of a training."""
         name, mark, place = training_name.partition("+")
         step, _, nth = place.partition(".")
@@ -76,7 +76,7 @@ class Closing(msgspec.Struct, frozen=True):
     epoch: Epoch
 
 
-def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Closed, ...]:
+def merge_closed(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Closed, ...]:
     """Return all closed trainings that agents have reported, as a whole or for each of its own ranks."""
     newest: dict[str, Closed] = {}
 
@@ -100,23 +100,25 @@ def merged(known: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Clos
     return tuple(sorted(newest.values(), key=lambda closed: closed._age)[-MAX_KEPT:])
 
 
-def passed(training_name: str, trainings: Iterable[str]) -> bool:
+def is_passed(training_name: str, trainings: Iterable[str]) -> bool:
     """Return whether these trainings show that a later step has trained under this training's name."""
-    place = Place.of(training_name)
-    return any(other.name == place.name and other.step > place.step for other in map(Place.of, trainings))
+    place = Place.parse(training_name)
+    return any(other.name == place.name and other.step > place.step for other in map(Place.parse, trainings))
 
 
-def step_of(name: str, series: str, restart: int, closed: Iterable[Closed], held: Iterable[str]) -> int:
+def find_step(name: str, series: str, restart: int, closed: Iterable[Closed], held: Iterable[str]) -> int:
     """Return the number of a step among the steps of this incarnation that have closed trainings of this name.
 
     A step counts when it has closed all trainings that it had begun. Otherwise the next step is another start of it.
     `held` are the trainings that have a version to resume from.
     """
-    mine = {c.training: c for c in closed if c.series and c.restart == restart and Place.of(c.training).name == name}
-    again = [Place.of(c.training).step for c in mine.values() if c.series == series]
+    mine = {
+        c.training: c for c in closed if c.series and c.restart == restart and Place.parse(c.training).name == name
+    }
+    again = [Place.parse(c.training).step for c in mine.values() if c.series == series]
     if again:
         return max(again)
-    last = max((Place.of(c).step for c in mine), default=0)
-    if last and any(Place.of(h)[:2] == (name, last) and h not in mine for h in held):
+    last = max((Place.parse(c).step for c in mine), default=0)
+    if last and any(Place.parse(h)[:2] == (name, last) and h not in mine for h in held):
         return last
     return min(last + 1, PLACES)

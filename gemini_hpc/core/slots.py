@@ -96,7 +96,7 @@ class SlotPair:
             raise Refused(f"version {stamp} is older than {self.high}, which was already begun")
         if self.passed is not None and stamp <= self.passed:
             raise Refused(f"version {stamp} is not newer than {self.passed}, which was skipped")
-        index = self._room(stamp, sealed, abandoned, voted)
+        index = self._choose_slot(stamp, sealed, abandoned, voted)
         self.slots[index] = Slot("filling", stamp)
         self.high = stamp
         return index
@@ -117,10 +117,12 @@ class SlotPair:
         again = {self.high} if self.high is not None and (self.passed is None or self.high > self.passed) else set()
         return frozenset(again | {slot.stamp for slot in self.slots if slot.stamp is not None})
 
-    def _room(self, stamp: Stamp, sealed: Stamp | None, abandoned: frozenset[Stamp], voted: frozenset[Stamp]) -> int:
+    def _choose_slot(
+        self, stamp: Stamp, sealed: Stamp | None, abandoned: frozenset[Stamp], voted: frozenset[Stamp]
+    ) -> int:
         for index, slot in enumerate(self.slots):
             if slot.state == "filling" and not slot.busy:
-                filling = _stamp(slot)
+                filling = _require_stamp(slot)
                 overtaken = filling in abandoned or (sealed is not None and filling < sealed)
                 if filling.epoch == stamp.epoch or overtaken:
                     return index
@@ -132,14 +134,14 @@ class SlotPair:
                 raise Refused(
                     f"version {slot.stamp} is still being {'verified or ' if slot.busy else ''}restored here"
                 )
-        older, newer = (0, 1) if _stamp(self.slots[0]) < _stamp(self.slots[1]) else (1, 0)
+        older, newer = (0, 1) if _require_stamp(self.slots[0]) < _require_stamp(self.slots[1]) else (1, 0)
         if _is_sealed(self.slots[newer], sealed):
             return older
-        undecided = _stamp(self.slots[newer])
+        undecided = _require_stamp(self.slots[newer])
         if undecided in abandoned:
             return newer
         if not _is_sealed(self.slots[older], sealed):
-            raise Refused(f"neither {_stamp(self.slots[older])} nor {undecided} is sealed")
+            raise Refused(f"neither {_require_stamp(self.slots[older])} nor {undecided} is sealed")
         if undecided in voted:
             raise Refused(f"version {undecided} is complete and reported, but not yet sealed or abandoned")
         return newer
@@ -167,17 +169,17 @@ class SlotPair:
         self.slots[index] = Slot("complete", stamp, digest, bytes_used, moment=moment)
         self.high = stamp if self.high is None else max(self.high, stamp)
 
-    def void(self, index: int) -> None:
+    def empty_slot(self, index: int) -> None:
         """Empty one slot. A transfer that will be tried again does not void its slot: it refills it."""
         self.slots[index] = Slot()
 
-    def void_filling(self) -> None:
+    def empty_filling(self) -> None:
         """Empty every slot that is being filled, for example because its writer has died."""
         for index, slot in enumerate(self.slots):
             if slot.state == "filling":
-                self.void(index)
+                self.empty_slot(index)
 
-    def void_except(self, *keep: Stamp) -> tuple[Stamp, ...]:
+    def empty_except(self, *keep: Stamp) -> tuple[Stamp, ...]:
         """Empty all slots but complete copies of these stamps (R4). Return the voided stamps in slot order.
 
         The stamps to keep are those of `recovery_plan.TrainingPlan.keep`. The pair belongs to the new epoch
@@ -187,15 +189,15 @@ class SlotPair:
         for index, slot in enumerate(self.slots):
             if slot.stamp is not None and (slot.state != "complete" or slot.stamp not in keep):
                 voided.append(slot.stamp)
-                self.void(index)
-        self.high, self.passed = self.newest(), None
+                self.empty_slot(index)
+        self.high, self.passed = self.find_newest(), None
         return tuple(voided)
 
-    def complete_stamps(self) -> frozenset[Stamp]:
+    def list_complete_stamps(self) -> frozenset[Stamp]:
         """Return the stamps of the complete slots."""
         return frozenset(slot.stamp for slot in self.slots if slot.state == "complete" and slot.stamp is not None)
 
-    def newest(self) -> Stamp | None:
+    def find_newest(self) -> Stamp | None:
         """Return the newest stamp in the pair, complete or being filled."""
         return max((slot.stamp for slot in self.slots if slot.stamp is not None), default=None)
 
@@ -207,10 +209,10 @@ class SlotPair:
         return None
 
 
-def _stamp(slot: Slot) -> Stamp:
+def _require_stamp(slot: Slot) -> Stamp:
     assert slot.stamp is not None
     return slot.stamp
 
 
 def _is_sealed(slot: Slot, sealed: Stamp | None) -> bool:
-    return sealed is not None and _stamp(slot) <= sealed
+    return sealed is not None and _require_stamp(slot) <= sealed

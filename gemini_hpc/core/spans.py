@@ -6,12 +6,12 @@ checkpoint spread over several iterations can also use the idle time after the g
 collectives launched before it. A sender sees that number at run time, so it need not trust the clock for its
 position.
 
-1. `idle` returns the gaps of one iteration.
+1. `find_gaps` returns the gaps of one iteration.
 2. `summarize` returns those of several iterations as the profile to plan with.
-3. `waiting` adds the wait with which a stage of a pipeline begins.
+3. `add_lag` adds the wait with which a stage of a pipeline begins.
 4. `intersect` returns the windows in which the other end is idle as well.
-5. `timeline` returns T of Algorithm 2.
-6. `drifted` checks whether the profile still describes the training.
+5. `build_timeline` returns T of Algorithm 2.
+6. `describe_drift` checks whether the profile still describes the training.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Timeline:
     T: tuple[float, ...]
     windows: int
 
-    def at(self, index: int) -> tuple[int, int]:
+    def locate_span(self, index: int) -> tuple[int, int]:
         """Return the iteration (0 is the first) and the window index of the span T[index].
 
         Raises:
@@ -158,7 +158,7 @@ class Timeline:
         return divmod(index, self.windows)
 
 
-def pattern(ops: Iterable[Op]) -> int:
+def hash_pattern(ops: Iterable[Op]) -> int:
     """Return the 64-bit hash of the sequence of kinds."""
     digest = blake2b(digest_size=8)
     for op in ops:
@@ -166,7 +166,7 @@ def pattern(ops: Iterable[Op]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def idle(trace: Trace) -> list[Gap]:
+def find_gaps(trace: Trace) -> list[Gap]:
     """Return the gaps after 0, 1, ... all ops, in order, the gap with the gate as two: len(ops) + 2 in all.
 
     A gap reaches from the end of all ops before it to the launch of the first op after it, so ops may overlap. An op
@@ -212,10 +212,10 @@ def summarize(traces: Sequence[Trace], *, floor_s: float = 0.0005, keep: int = 2
         raise ValueError("no iterations to make a profile of")
     if keep < 1:
         raise ValueError(f"{keep} spans to keep: at least the one before the optimizer's step is needed")
-    patterns = {pattern(trace.ops) for trace in traces}
+    patterns = {hash_pattern(trace.ops) for trace in traces}
     if len(patterns) > 1:
         raise ValueError(f"{len(traces)} iterations have {len(patterns)} different sequences of collectives")
-    iterations = [idle(trace) for trace in traces]
+    iterations = [find_gaps(trace) for trace in traces]
     iteration_s = median(trace.length_s for trace in traces)
     gate_s = median(trace.gate_s for trace in traces)
     # The gate's place among the ops may vary: a part that an iteration lacks has length 0 in it.
@@ -223,11 +223,13 @@ def summarize(traces: Sequence[Trace], *, floor_s: float = 0.0005, keep: int = 2
     ops = len(traces[0].ops)
     spans: dict[Span, list[float]] = {}
     for before_gate in (True, False):
-        sides = [_side(gaps, before_gate, ops, trace.gate_s) for gaps, trace in zip(iterations, traces, strict=True)]
+        sides = [
+            _select_side(gaps, before_gate, ops, trace.gate_s) for gaps, trace in zip(iterations, traces, strict=True)
+        ]
         for after in range(ops + 1):
             lengths = [side[after].length_s for side in sides]
             start = median(side[after].start_s for side in sides)
-            spans[Span(after, before_gate, start, _low(lengths), fmean(lengths))] = lengths
+            spans[Span(after, before_gate, start, _find_low_length(lengths), fmean(lengths))] = lengths
     gate_span = next(span for span in spans if span.before_gate and span.after == gate_after)
     ranked = sorted(
         (span for span in spans if span != gate_span and span.length_s >= floor_s and span.length_s > 0),
@@ -241,14 +243,14 @@ def summarize(traces: Sequence[Trace], *, floor_s: float = 0.0005, keep: int = 2
         iterations=len(traces),
         iteration_s=iteration_s,
         gate_s=gate_s,
-        spans=_apart(kept, gate_s, iteration_s),
-        idle_s=sum(span.length_s for span in _apart(kept, gate_s, iteration_s)),
+        spans=_cut_overlaps(kept, gate_s, iteration_s),
+        idle_s=sum(span.length_s for span in _cut_overlaps(kept, gate_s, iteration_s)),
         dropped_s=max(0.0, fmean(sum(gap.length_s for gap in gaps) for gaps in iterations) - mean_s),
         deviation=sum(pstdev(spans[span]) for span in kept) / mean_s if mean_s > 0 else 0.0,
     )
 
 
-def waiting(profile: Profile, lag_s: float) -> Profile:
+def add_lag(profile: Profile, lag_s: float) -> Profile:
     """Return the profile of a rank that begins its iterations `lag_s` seconds earlier.
 
     The rank then waits that much longer before its first collective. While iterations are recorded, all ranks wait
@@ -283,15 +285,15 @@ def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Wi
     gate = max(0.0, min([mine.gate_s, *(shift + other.gate_s for other, shift in others)]))
     free = [(-inf, inf)]
     for other, shift in others:
-        free = common(free, _periodic(other, shift, mine.iteration_s))
+        free = intersect_intervals(free, _list_idle_times(other, shift, mine.iteration_s))
     ends = [end for _, end in free]
-    closing = _closing(mine, gate)
+    closing = _build_closing_window(mine, gate)
     windows: list[Window] = []
     for before_gate in (True, False):
         for index, span in enumerate(mine.spans):
             first, last = _cut(span, before_gate, gate, mine.gate_s)
             overlap = free[bisect_right(ends, first) : bisect_left(ends, last) + 1]
-            for start, end in common([(first, last)], overlap):
+            for start, end in intersect_intervals([(first, last)], overlap):
                 # Keep an uncut length as it is: recomputing would round it.
                 length = span.length_s if (start, end) == (span.start_s, span.end_s) else end - start
                 windows.append(Window(index, span.after, before_gate, start - span.start_s, length))
@@ -300,7 +302,7 @@ def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Wi
     return windows
 
 
-def capped(mine: Profile, windows: Sequence[Window], others: Sequence[Profile]) -> list[Window]:
+def cap_windows(mine: Profile, windows: Sequence[Window], others: Sequence[Profile]) -> list[Window]:
     """Return the same windows, cut to the idle time of the ranks with my pattern.
 
     These ranks launch the same operations. Their span begins when mine does, whatever any clock shows, because it
@@ -315,7 +317,7 @@ def capped(mine: Profile, windows: Sequence[Window], others: Sequence[Profile]) 
     return found
 
 
-def timeline(windows: Sequence[Window], s: int) -> Timeline:
+def build_timeline(windows: Sequence[Window], s: int) -> Timeline:
     """Return the windows of s iterations up to the gate of the last iteration.
 
     These are whole iterations, then the part of the last one before the gate.
@@ -332,7 +334,7 @@ def timeline(windows: Sequence[Window], s: int) -> Timeline:
     return Timeline(lengths * (s - 1) + lengths[:before], len(lengths))
 
 
-def drifted(profile: Profile, trace: Trace, tolerance: float = 0.25) -> str:
+def describe_drift(profile: Profile, trace: Trace, tolerance: float = 0.25) -> str:
     """Return why the profile no longer describes the training, as a sentence; '' if it still does.
 
     Different collectives, or another order, always count. A change of idle time counts in two cases. In the first,
@@ -342,9 +344,9 @@ def drifted(profile: Profile, trace: Trace, tolerance: float = 0.25) -> str:
     """
     if len(trace.ops) != profile.ops:
         return f"an iteration launches {len(trace.ops)} collectives, the profile has {profile.ops}"
-    if pattern(trace.ops) != profile.pattern:
+    if hash_pattern(trace.ops) != profile.pattern:
         return f"an iteration launches {profile.ops} collectives as in the profile, but others or in another order"
-    now: dict[tuple[int, bool], float] = {(gap.after, gap.before_gate): gap.length_s for gap in idle(trace)}
+    now: dict[tuple[int, bool], float] = {(gap.after, gap.before_gate): gap.length_s for gap in find_gaps(trace)}
     all_now = sum(now.values())
     changes = [(now.pop((span.after, span.before_gate), 0.0) - span.mean_s, span) for span in profile.spans]
     rest = sum(now.values()) - profile.dropped_s
@@ -365,7 +367,7 @@ def drifted(profile: Profile, trace: Trace, tolerance: float = 0.25) -> str:
     return ""
 
 
-def _side(gaps: list[Gap], before_gate: bool, ops: int, gate: float) -> list[Gap]:
+def _select_side(gaps: list[Gap], before_gate: bool, ops: int, gate: float) -> list[Gap]:
     """Return an iteration's gaps on one side of the gate for every number of ops.
 
     Gaps of the other side are empty there.
@@ -374,11 +376,11 @@ def _side(gaps: list[Gap], before_gate: bool, ops: int, gate: float) -> list[Gap
     return [found.get(after, Gap(after, before_gate, gate, 0.0)) for after in range(ops + 1)]
 
 
-def _low(lengths: list[float]) -> float:
+def _find_low_length(lengths: list[float]) -> float:
     return sorted(lengths)[int(len(lengths) * LOW_SHARE)]
 
 
-def _apart(spans: list[Span], gate_s: float, iteration_s: float) -> tuple[Span, ...]:
+def _cut_overlaps(spans: list[Span], gate_s: float, iteration_s: float) -> tuple[Span, ...]:
     """Return the spans cut at the next span, the gate or the iteration's end.
 
     Each start is a separate median, so spans may overlap before the cut.
@@ -403,7 +405,7 @@ def _cut(span: Span, before_gate: bool, gate: float, own_gate: float) -> tuple[f
     return (start, end) if span.before_gate == before_gate else (start, start)
 
 
-def _closing(mine: Profile, gate: float) -> Window:
+def _build_closing_window(mine: Profile, gate: float) -> Window:
     """Return the empty window at the end of my last span that has begun by the gate.
 
     If no span has begun, the window is before my first span.
@@ -414,7 +416,7 @@ def _closing(mine: Profile, gate: float) -> Window:
     return Window(index, span.after, True, max(0.0, min(span.end_s, gate) - span.start_s), 0.0)
 
 
-def _periodic(profile: Profile, shift: float, until: float) -> list[tuple[float, float]]:
+def _list_idle_times(profile: Profile, shift: float, until: float) -> list[tuple[float, float]]:
     """Return the idle times of a rank between 0 and `until`, in seconds.
 
     The result covers its spans of every iteration, as intervals that do not touch.
@@ -435,7 +437,7 @@ def _periodic(profile: Profile, shift: float, until: float) -> list[tuple[float,
     return intervals
 
 
-def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def join_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return sorted intervals that do not touch and cover the same times as these."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
@@ -446,7 +448,7 @@ def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
     return found
 
 
-def common(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def intersect_intervals(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the intersection of two lists of intervals, each in order."""
     found = []
     i = j = 0

@@ -92,8 +92,8 @@ class HangStanding(msgspec.Struct, frozen=True):
             min(self.unseen_s, other.unseen_s),
             max(self.awake_s, other.awake_s),
             max(self.usual_s, other.usual_s),
-            min(self.least, other.least, key=_behind),
-            max(self.most, other.most, key=_behind),
+            min(self.least, other.least, key=_measure_progress),
+            max(self.most, other.most, key=_measure_progress),
             self.waiting or other.waiting,
             self.early or other.early,
         )
@@ -109,7 +109,7 @@ class HangStanding(msgspec.Struct, frozen=True):
         return max(0.0, held_s) if waits and self.ranks == self.world else 0.0
 
 
-def _behind(place: Place) -> tuple[tuple[int, float], bool, int, str]:
+def _measure_progress(place: Place) -> tuple[tuple[int, float], bool, int, str]:
     """Return a sort key by progress; among equals a rank that does not run comes first, then the lowest rank."""
     return place.reached, place.runs, place.rank, place.host
 
@@ -128,7 +128,7 @@ class Judge:
         self._hangs = 0
         self._hung = self._early = False
 
-    def patience_s(self, usual_s: float, *, early: bool = False) -> float:
+    def compute_patience_s(self, usual_s: float, *, early: bool = False) -> float:
         """Return how long a rank may keep the others waiting, in seconds."""
         doubled = 2.0 ** min(self._hangs - self._hung, MOST_DOUBLED)
         least_s = self._hang_s * EARLY if early else self._hang_s
@@ -147,7 +147,7 @@ class Judge:
                 self._longest_s = max(self._longest_s, self._held_s)
             self._hung = False
         self._held_s, self._early = held_s, standing is not None and standing.early
-        if standing is None or held_s <= self.patience_s(standing.usual_s, early=standing.early):
+        if standing is None or held_s <= self.compute_patience_s(standing.usual_s, early=standing.early):
             return False
         self._hangs += not self._hung
         self._hung = True
@@ -173,7 +173,7 @@ def describe_hang(standing: HangStanding) -> str:
     )
 
 
-def shortened(stack: str, most_chars: int) -> str:
+def shorten_stack(stack: str, most_chars: int) -> str:
     """Return a traceback of faulthandler as one line, the innermost call first, with as many calls as fit."""
     calls = []
     for line in stack.splitlines():

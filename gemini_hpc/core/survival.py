@@ -30,14 +30,14 @@ class Survival:
     lost_already: bool
 
 
-def survival(nodes: Iterable[str], shards: Iterable[frozenset[str]]) -> Survival:
+def compute_survival(nodes: Iterable[str], shards: Iterable[frozenset[str]]) -> Survival:
     """Return the exact shares for k = 1..3 (fewer on smaller jobs)."""
     names = sorted(set(nodes))
     ks = range(1, min(MAX_K, len(names)) + 1)
     trainings = set(shards)
     if frozenset() in trainings:
         return Survival(tuple(0.0 for _ in ks), (), True)
-    fatal = sorted({tuple(sorted(s)) for s in _minimal(trainings)}, key=lambda t: (len(t), t))
+    fatal = sorted({tuple(sorted(s)) for s in _find_minimal(trainings)}, key=lambda t: (len(t), t))
     singles = {f[0] for f in fatal if len(f) == 1}
     edges = [frozenset(f) for f in fatal if len(f) == 2]
     triples = [frozenset(f) for f in fatal if len(f) == 3]
@@ -48,12 +48,12 @@ def survival(nodes: Iterable[str], shards: Iterable[frozenset[str]]) -> Survival
         if k == 2:
             good -= len(edges)
         elif k == 3:
-            good -= _triples_with_an_edge(edges, safe) + len(triples)
+            good -= _count_triples(edges, safe) + len(triples)
         shares.append(good / comb(len(names), k))
     return Survival(tuple(shares), tuple(f for f in fatal if len(f) <= MAX_K), False)
 
 
-def _minimal(trainings: set[frozenset[str]]) -> list[frozenset[str]]:
+def _find_minimal(trainings: set[frozenset[str]]) -> list[frozenset[str]]:
     """Return the sets of at most three nodes that contain no other of these sets."""
     small = sorted((s for s in trainings if len(s) <= MAX_K), key=len)
     kept: set[frozenset[str]] = set()
@@ -64,7 +64,7 @@ def _minimal(trainings: set[frozenset[str]]) -> list[frozenset[str]]:
     return list(kept)
 
 
-def _triples_with_an_edge(edges: list[frozenset[str]], nodes: int) -> int:
+def _count_triples(edges: list[frozenset[str]], nodes: int) -> int:
     """Return the number of triples of `nodes` nodes that contain an edge.
 
     The plain count would include paths twice and triangles three times.

@@ -19,7 +19,7 @@ MOST_S = DAY_S  # longest automatic interval, because of losses that are in no r
 
 
 @lru_cache(maxsize=64)
-def unserved_per_day(of: Redundancy, per_day: float, window_s: float) -> float:
+def compute_unserved_per_day(of: Redundancy, per_day: float, window_s: float) -> float:
     """Return how many times per day memory loses a shard.
 
     After any first node, just enough others of the N fail within `window_s` to exceed what a group tolerates. The
@@ -40,7 +40,7 @@ def unserved_per_day(of: Redundancy, per_day: float, window_s: float) -> float:
     return of.N * per_day * others * min(1.0, per_day * window_s / DAY_S) ** more * fatal
 
 
-def every_s(save_s: float, share: float, unserved_a_day: float) -> float:
+def compute_interval_s(save_s: float, share: float, unserved_a_day: float) -> float:
     """Return the interval that costs least (REFT, equation 5: sqrt(2 O / lambda)), in seconds.
 
     A save costs the training O, at most `share` of the time that the save takes. The interval is never shorter than
@@ -51,6 +51,6 @@ def every_s(save_s: float, share: float, unserved_a_day: float) -> float:
     return max(save_s, sqrt(2 * share * save_s * DAY_S / unserved_a_day))
 
 
-def automatic_s(save_s: float, unserved_a_day: float) -> float:
-    """Return `every_s` with this module's bounds, for saves that took `save_s` seconds."""
-    return max(save_s, min(MOST_S, every_s(save_s, COST, unserved_a_day)))
+def choose_interval_s(save_s: float, unserved_a_day: float) -> float:
+    """Return `compute_interval_s` with this module's bounds, for saves that took `save_s` seconds."""
+    return max(save_s, min(MOST_S, compute_interval_s(save_s, COST, unserved_a_day)))

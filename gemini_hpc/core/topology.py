@@ -42,9 +42,9 @@ def parse(text: str) -> dict[str, str]:
         words = line.split()
         try:
             if "=" in words[0]:
-                _slurm(dict(conf_text.split_pair(word) for word in words if "=" in word), nodes, above)
+                _add_slurm_line(dict(conf_text.split_pair(word) for word in words if "=" in word), nodes, above)
             elif len(words) == 2:
-                _put(nodes, words[0], _name(words[1]))
+                _put(nodes, words[0], _check_name(words[1]))
             else:
                 raise ValueError(f"wanted NODES DOMAIN, or SwitchName=... Nodes=..., found {line[:80]!r}")
         except ValueError as error:
@@ -52,37 +52,37 @@ def parse(text: str) -> dict[str, str]:
         if len(nodes) > MAX_NODES:
             raise TopologyError(f"line {number}: more than {MAX_NODES} nodes")
     paths: dict[str, str] = {}
-    return {node: paths.setdefault(name, _path(name, above)) for node, name in nodes.items()}
+    return {node: paths.setdefault(name, _build_path(name, above)) for node, name in nodes.items()}
 
 
-def _slurm(values: dict[str, str], nodes: dict[str, str], above: dict[str, str]) -> None:
+def _add_slurm_line(values: dict[str, str], nodes: dict[str, str], above: dict[str, str]) -> None:
     key = next((key for key in _KEYS if key in values), None)
     if key is None:
         return  # BlockSizes=..., and any key that Slurm may add
-    name = _name(values[key])
+    name = _check_name(values[key])
     if below := values.get("switches"):  # `scontrol show topology` repeats the nodes below
-        for switch in _hosts(below):
+        for switch in _expand_hosts(below):
             above.setdefault(switch, name)
     elif within := values.get("nodes"):
         _put(nodes, within, name)
 
 
 def _put(nodes: dict[str, str], within: str, name: str) -> None:
-    for node in _hosts(within):
+    for node in _expand_hosts(within):
         nodes.setdefault(node, name)
 
 
-def _hosts(text: str) -> list[str]:
+def _expand_hosts(text: str) -> list[str]:
     return [] if text == "(null)" else hostlist.expand(text, MAX_NODES)
 
 
-def _name(text: str) -> str:
+def _check_name(text: str) -> str:
     if not _NAME.fullmatch(text):
         raise ValueError(f"wanted a name of letters, digits, '.', '_' and '-', found {text[:80]!r}")
     return text
 
 
-def _path(name: str, above: dict[str, str]) -> str:
+def _build_path(name: str, above: dict[str, str]) -> str:
     """Return the name with the switches above it. A cycle ends the path."""
     path = [name]
     while (wider := above.get(path[0])) is not None and wider not in path and len(path) < MAX_LEVELS:

@@ -25,7 +25,7 @@ class VersionCost:
         """Record the seconds of a version's capture."""
         self._latest.append(seconds)
 
-    def held(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Record the seconds that the program has waited for a version beside its capture."""
         self._held.append(seconds)
 
@@ -37,12 +37,12 @@ class VersionCost:
     @property
     def seconds(self) -> float:
         """Return the seconds that a capture costs at least; 0 where negligible or unknown."""
-        return self._least_s(self._latest)
+        return self._find_least_s(self._latest)
 
     @property
     def held_s(self) -> float:
         """Return the seconds that the program at least waits for a version; 0 where negligible or unknown."""
-        return self._least_s(self._held)
+        return self._find_least_s(self._held)
 
     @property
     def whole_s(self) -> float:
@@ -54,6 +54,6 @@ class VersionCost:
         """Return the median seconds of the latest captures, noise included; 0 where negligible or unknown."""
         return median(self._latest) if self.seconds else 0.0
 
-    def _least_s(self, latest: deque[float]) -> float:
+    def _find_least_s(self, latest: deque[float]) -> float:
         least_s = min(latest) if len(latest) == _SURE else 0.0
         return least_s if least_s >= self._negligible_s else 0.0

@@ -38,7 +38,7 @@ class View:
         """Return the number of nodes that must train."""
         return max(1, len(self.allocated) - self.spares)
 
-    def without(self, dead: Iterable[str], nodes: int = 0) -> View | None:
+    def exclude(self, dead: Iterable[str], nodes: int = 0) -> View | None:
         """Return the view without these nodes as well, or None.
 
         None means that nothing new is lost, or that Slurm must requeue the job because it cannot go on like this. A

@@ -63,9 +63,9 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
     @property
     def dead(self) -> frozenset[Stamp]:
         """Return the stamps complete in some pair that another pair has passed and will never have."""
-        return frozenset(stamp for stamp in self.seen if not self.possible(stamp))
+        return frozenset(stamp for stamp in self.seen if not self.is_possible(stamp))
 
-    def possible(self, stamp: Stamp) -> bool:
+    def is_possible(self, stamp: Stamp) -> bool:
         """Return whether every pair has `stamp`, is filling it, or can still begin it."""
         return self.floor is None or stamp > self.floor or stamp in self.kept
 
@@ -91,7 +91,7 @@ class Decision:
     why: str = ""
 
 
-def vote_of(pairs: Iterable[SlotPair], expected: int | None = None, own: Iterable[SlotPair] = ()) -> Vote:
+def build_vote(pairs: Iterable[SlotPair], expected: int | None = None, own: Iterable[SlotPair] = ()) -> Vote:
     """Return one agent's vote on all the pairs that it holds for a training.
 
     `own` are the pairs whose ranks live here. With fewer pairs than `expected` (shards not registered yet), or none,
@@ -100,8 +100,8 @@ def vote_of(pairs: Iterable[SlotPair], expected: int | None = None, own: Iterabl
     pairs = list(pairs)
     vote = merge(
         Vote(
-            complete=pair.complete_stamps(),
-            seen=pair.complete_stamps(),
+            complete=pair.list_complete_stamps(),
+            seen=pair.list_complete_stamps(),
             floor=pair.floor,
             kept=pair.kept,
         )
@@ -139,7 +139,7 @@ def merge(votes: Iterable[Vote]) -> Vote:
     seen = _NONE.union(*(vote.seen for vote in votes))
     floor = max((vote.floor for vote in votes if vote.floor is not None), default=None)
     candidates = _NONE.union(*(vote.kept for vote in votes))
-    kept = frozenset(stamp for stamp in candidates if all(vote.possible(stamp) for vote in votes))
+    kept = frozenset(stamp for stamp in candidates if all(vote.is_possible(stamp) for vote in votes))
     marks = [vote.marks for vote in votes if vote.marks is not None]
     if len(marks) < len(votes):
         return Vote(complete, seen, floor, kept)
@@ -178,11 +178,11 @@ class Root:
             raise ValueError(f"a vote from {member!r}, who is not a member")
         self._votes[member] = vote
         self._facts = merge((Vote(_NONE, _NONE, vote.floor, vote.kept), self._facts))
-        merged = self._merged()
+        merged = self._merge_votes()
         marks = (merged.marks or {}).items()
         self._void |= {stamp for stamp, mark in marks if mark.shards == world and not is_common(mark.total)}
         for stamp in merged.complete - self._void:
-            if self._facts.possible(stamp) and (self._sealed is None or stamp > self._sealed):
+            if self._facts.is_possible(stamp) and (self._sealed is None or stamp > self._sealed):
                 self._sealed, self._why = stamp, ""
         void = {stamp for stamp in self._void if self._sealed is None or stamp > self._sealed}
         self._void = frozenset(stamp for stamp in void if stamp in merged.seen or stamp == min(void))
@@ -191,25 +191,25 @@ class Root:
         """Record how the ranks differ at the stamp that the decision calls void."""
         self._why = why
 
-    def _merged(self) -> Vote:
+    def _merge_votes(self) -> Vote:
         """Return the members' votes merged into one. Nothing is complete while a member is silent."""
         return merge(self._votes.get(member, SILENT) for member in self.members)
 
-    def decision(self) -> Decision:
+    def decide(self) -> Decision:
         """Return the decision so far."""
-        undecided = (stamp for stamp in self._merged().seen if self._sealed is None or stamp > self._sealed)
-        abandoned = frozenset(s for s in undecided if s in self._void or not self._facts.possible(s))
+        undecided = (stamp for stamp in self._merge_votes().seen if self._sealed is None or stamp > self._sealed)
+        abandoned = frozenset(s for s in undecided if s in self._void or not self._facts.is_possible(s))
         return Decision(self._sealed, abandoned, min(self._void, default=None), self._why if self._void else "")
 
 
-def parent(position: int, fanout: int = FANOUT) -> int | None:
+def find_parent(position: int, fanout: int = FANOUT) -> int | None:
     """Return the position of the agent that a vote is sent to; None for the root, which has position 0."""
     if position < 0 or fanout < 1:
         raise ValueError(f"no parent of position {position} with a fan-out of {fanout}")
     return None if position == 0 else (position - 1) // fanout
 
 
-def children(position: int, n: int, fanout: int = FANOUT) -> range:
+def list_children(position: int, n: int, fanout: int = FANOUT) -> range:
     """Return the positions, among n, of the agents whose votes arrive at `position`."""
     if not 0 <= position < n or fanout < 1:
         raise ValueError(f"no children of position {position} of {n} with a fan-out of {fanout}")

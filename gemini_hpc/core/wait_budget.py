@@ -23,7 +23,7 @@ class WaitBudget:
         """Return the seconds that the training may wait now."""
         return max(0.0, self._first_s + self._saved_s)
 
-    def trained(self, seconds: float) -> None:
+    def add_training(self, seconds: float) -> None:
         """Add the ceiling's share of `seconds` of training."""
         self._saved_s = min(MOST_SAVED_S, self._saved_s + self._ceiling * seconds)
 

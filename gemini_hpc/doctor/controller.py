@@ -16,7 +16,7 @@ from gemini_hpc.controller.primary import LOCK, is_here
 from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
-from gemini_hpc.paths import user
+from gemini_hpc.paths import name_user
 from gemini_hpc.settings import CANARY
 from gemini_hpc.slurm import Slurm
 from gemini_hpc.slurm.ways import FILE, ApiRecord
@@ -38,7 +38,7 @@ def _find_controller_pid(facts: HostFacts) -> int | None:
 
 def _find_other_host(facts: HostFacts) -> str:
     """Return the host that the settings name for the controller, "" if it is this host."""
-    hosts = facts.settings.controller_hosts()
+    hosts = facts.settings.list_controller_hosts()
     return "" if any(is_here(host, "") for host in hosts) else ", ".join(hosts)
 
 
@@ -70,7 +70,7 @@ def check_service(facts: HostFacts) -> Outcome:
     except FileNotFoundError:
         raise Unavailable("it ended just now") from None
     if uid != facts.slurm_uid:
-        return report_wrong(f"it runs as {user(uid)} (pid {pid})", wanted, f"run it as {s.slurm_user}")
+        return report_wrong(f"it runs as {name_user(uid)} (pid {pid})", wanted, f"run it as {s.slurm_user}")
     return report_ok(f"pid {pid}, as {s.slurm_user}")
 
 
@@ -91,7 +91,7 @@ def check_journal(facts: HostFacts) -> Outcome:
             return report_ok(f"{path} does not exist yet")
         return report_wrong(f"{directory} does not exist", wanted, "start the controller once as root")
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, facts.slurm_uid):
-        found = f"{path} is not a file of {facts.settings.slurm_user}'s ({user(info.st_uid)})"
+        found = f"{path} is not a file of {facts.settings.slurm_user}'s ({name_user(info.st_uid)})"
         return report_wrong(found, wanted, "find out who made it; move it away; start the controller again")
     if space.f_flag & os.ST_RDONLY:
         return report_wrong(f"{directory} is on a read-only file system", wanted, "mount it for writing")

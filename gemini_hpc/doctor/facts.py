@@ -218,7 +218,7 @@ class HostFacts:
             names = {process.name for process in self.processes}
             found |= {role for role, daemon in ((CONTROLLER, "slurmctld"), (NODE, "slurmd")) if daemon in names}
         try:
-            if any(is_here(host, "") for host in self.settings.controller_hosts()):
+            if any(is_here(host, "") for host in self.settings.list_controller_hosts()):
                 found.add(CONTROLLER)
         except Unavailable:
             pass

@@ -39,7 +39,7 @@ def _check_rights(files: list[str], what: str) -> Outcome:
     problems, missing = [], []
     for path in dict.fromkeys(files):
         try:
-            problems += paths.weaknesses(path)
+            problems += paths.find_weaknesses(path)
         except PermissionError as exc:
             raise Unavailable(f"{exc.filename}: only root can see it; run it again as root") from None
         except OSError as exc:
@@ -107,7 +107,7 @@ def query_interpreter() -> list[str]:
     `InterpreterError`.
     """
     try:
-        if os.geteuid() == 0 and paths.weaknesses(PYTHON):
+        if os.geteuid() == 0 and paths.find_weaknesses(PYTHON):
             raise Unavailable(f"{PYTHON} is not run as root, others can change it (see files.python)")
         done = subprocess.run(
             [PYTHON, "-I", "-c", _ASK],
@@ -201,12 +201,12 @@ def check_python(facts: HostFacts) -> Outcome:
         w
         for top in modules
         for p, i in walk_files(os.path.realpath(top))
-        if (w := paths.weakness(p, i, frozenset((0,))))
+        if (w := paths.find_weakness(p, i, frozenset((0,))))
     ]
     for place in search:
         if os.path.isdir(place):
             entries = [(p, os.lstat(p)) for p in (os.path.join(place, n) for n in os.listdir(place))]
-            within += [w for p, i in entries if (w := paths.weakness(p, i, frozenset((0,))))]
+            within += [w for p, i in entries if (w := paths.find_weakness(p, i, frozenset((0,))))]
     if within:
         text = "every file of the packages: root's, writable by root only"
         return report_wrong(
@@ -222,7 +222,7 @@ def check_run_dir(facts: HostFacts) -> Outcome:
     path = facts.settings.run_dir
     wanted = f"{path}: a directory of root's, mode 0755, in directories of root's"
     fix = "remove it when no protected job runs here; the prolog makes it anew. Find out who made it"
-    above = paths.weaknesses(os.path.dirname(path.rstrip("/")) or "/")
+    above = paths.find_weaknesses(os.path.dirname(path.rstrip("/")) or "/")
     if above:
         return report_wrong(join_some(above), wanted, "choose another run_dir, or correct the directories above")
     try:
@@ -247,7 +247,7 @@ def check_state_dir(facts: HostFacts) -> Outcome:
     wanted = f"{path}: {facts.settings.slurm_user}'s, mode 0700, in directories of root's"
     try:
         info = os.lstat(path)
-        weak = paths.weaknesses(path, frozenset((0, owner)))
+        weak = paths.find_weaknesses(path, frozenset((0, owner)))
     except FileNotFoundError:
         return report_wrong(f"{path} does not exist", wanted, "start the controller once as root, or make it")
     except PermissionError as exc:
@@ -256,7 +256,7 @@ def check_state_dir(facts: HostFacts) -> Outcome:
     if not stat.S_ISDIR(info.st_mode) and not os.path.isdir(path):
         return report_wrong(f"{path} is not a directory", wanted, fix)
     if os.stat(path).st_uid != owner:
-        return report_wrong(f"{path} belongs to {paths.user(os.stat(path).st_uid)}", wanted, fix)
+        return report_wrong(f"{path} belongs to {paths.name_user(os.stat(path).st_uid)}", wanted, fix)
     if weak:
         return report_wrong(join_some(weak), wanted, fix)
     mode = stat.S_IMODE(os.stat(path).st_mode)
@@ -321,7 +321,7 @@ def _list_user_files(facts: HostFacts) -> list[str]:
 def _find_barriers(place: str) -> Iterator[str]:
     """Yield the barriers of every directory and file below a package."""
     for path, info in walk_files(os.path.realpath(place)):
-        if found := paths.barrier(path, info, look=True):
+        if found := paths.find_barrier(path, info, look=True):
             yield found
 
 
@@ -333,9 +333,9 @@ def check_access(facts: HostFacts) -> Outcome:
     code = list(dict.fromkeys(_list_code()))
     for path in (*code, *_list_user_files(facts)):
         try:
-            told += paths.barriers(path)
+            told += paths.find_barriers(path)
         except PermissionError as exc:
-            told.append(f"{exc.filename} cannot be reached as {paths.user(facts.uid)}")
+            told.append(f"{exc.filename} cannot be reached as {paths.name_user(facts.uid)}")
         except OSError as exc:
             told.append(f"{exc.filename or path}: {exc.strerror}")
     if not told:

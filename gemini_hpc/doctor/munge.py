@@ -63,7 +63,7 @@ def check_version(facts: HostFacts) -> Outcome:
     program = next((p for p in _PROGRAMS if os.access(p, os.X_OK)), None)
     if program is None:
         raise Unavailable(f"none of {', '.join(_PROGRAMS)} is here")
-    if facts.root and paths.weaknesses(program):
+    if facts.root and paths.find_weaknesses(program):
         raise Unavailable(f"{program} is not run as root, others can change it")
     env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
     try:
@@ -119,7 +119,7 @@ def check_key(facts: HostFacts) -> Outcome:
     wanted = f"{path}: munged's own, mode 0400 or 0600, in directories that nobody else can write to"
     try:
         info = os.stat(path)
-        weak = paths.weaknesses(path, frozenset((0, owner)))
+        weak = paths.find_weaknesses(path, frozenset((0, owner)))
     except OSError as exc:
         raise Unavailable(f"{path}: {exc.strerror}") from None
     mode = stat.S_IMODE(info.st_mode)
@@ -128,7 +128,7 @@ def check_key(facts: HostFacts) -> Outcome:
         return report_wrong(
             found, wanted, f"chmod 0400 {path}; if users could read the key, distribute a new one to all hosts"
         )
-    return report_ok(f"{path}, {paths.user(info.st_uid)}, {mode:04o}")
+    return report_ok(f"{path}, {paths.name_user(info.st_uid)}, {mode:04o}")
 
 
 def check_site_key(facts: HostFacts) -> Outcome:

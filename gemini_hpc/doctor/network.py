@@ -209,7 +209,7 @@ def check_addresses(facts: HostFacts) -> Outcome:
                 "a peer_address that resolves to that interface",
                 'set peer_address, such as "{host}-ib0"',
             )
-    dialled = s.address_of(name)
+    dialled = s.format_address(name)
     try:
         found = {
             str(entry[4][0]) for entry in socket.getaddrinfo(hostname.resolve_hostname(dialled), None, socket.AF_INET)
@@ -293,7 +293,7 @@ class GreetingError(Exception):
 
 def greet(settings: Settings, slurm_uid: int) -> int:
     """Return the Unix time at which the controller made its answer, by its clock. Raises `GreetingError`."""
-    hosts = settings.controller_hosts()
+    hosts = settings.list_controller_hosts()
     if not hosts:
         raise GreetingError("no controller_host in the settings")
     for host in hosts[:-1]:

@@ -29,7 +29,7 @@ class DomainLoss:
     as_listed: float
 
 
-def domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
+def compute_domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
     """Return the share of domain losses that memory survives.
 
     Args:
@@ -45,13 +45,13 @@ def domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
         raise ValueError("no node has a known failure domain")
     order = domains.arrange(of, m)
     if parity:
-        apart, listed = _too_many(of, m, parity, order), _too_many(of, m, parity, AS_RANKED)
+        apart, listed = _find_fatal_domains(of, m, parity, order), _find_fatal_domains(of, m, parity, AS_RANKED)
     else:
         apart, listed = domains.find_fatal_domains(of, m, order), domains.find_fatal_domains(of, m)
     return DomainLoss(known, 1 - len(apart) / known, 1 - len(listed) / known)
 
 
-def _too_many(of: Sequence[str], m: int, parity: int, order: PlacementOrder) -> set[str]:
+def _find_fatal_domains(of: Sequence[str], m: int, parity: int, order: PlacementOrder) -> set[str]:
     """Return the domains that have more nodes in one group than the group may lose."""
     groups = Redundancy(len(of), m, parity, order).list_groups()
     counted = (Counter(of[node] for node in group if of[node]) for group in groups)

@@ -38,7 +38,7 @@ class EventCounts:
         )
 
 
-def of_job(events: Iterable[EventRecord]) -> EventCounts:
+def count_events(events: Iterable[EventRecord]) -> EventCounts:
     """Return the counts of one job.
 
     A node counts from its agent's first event of an incarnation to the last event, or to its loss. If both are

@@ -13,7 +13,13 @@ from math import ceil
 from gemini_hpc.core import placement
 from gemini_hpc.forecast import just_in_time, reliability
 from gemini_hpc.forecast.just_in_time import Model
-from gemini_hpc.forecast.schemes import STRAWMAN_EVERY_S, TrainingFigures, gemini, highfreq, strawman
+from gemini_hpc.forecast.schemes import (
+    STRAWMAN_EVERY_S,
+    TrainingFigures,
+    build_gemini,
+    build_highfreq,
+    build_strawman,
+)
 
 
 @dataclass(frozen=True)
@@ -42,54 +48,57 @@ class Figure:
     rows: tuple[FigureRow, ...]
 
 
-def _percent(share: float, digits: int = 1) -> str:
+def _format_percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def gemini_9() -> Figure:
+def build_gemini_9() -> Figure:
     """Return GEMINI, Figure 9."""
     p, ring = placement.compute_recovery_probability, placement.compute_ring_probability
     bound = placement.compute_ring_bound(16, 2, 3)
     group = p(16, 2, 3)
     rows = [
-        FigureRow("N=16, m=2, k=2", "93.3 %", _percent(p(16, 2, 2))),
-        FigureRow("N=16, m=2, k=3", "80.0 %", _percent(group)),
-        FigureRow("N=16, m=2, k=3, ring, by the paper's bound", "", _percent(bound)),
-        FigureRow("N=16, m=2, k=3, ring, exact", "", _percent(ring(16, 2, 3))),
-        FigureRow("the ring is lower, by that bound", "25.0 %", _percent(1 - bound / group)),
+        FigureRow("N=16, m=2, k=2", "93.3 %", _format_percent(p(16, 2, 2))),
+        FigureRow("N=16, m=2, k=3", "80.0 %", _format_percent(group)),
+        FigureRow("N=16, m=2, k=3, ring, by the paper's bound", "", _format_percent(bound)),
+        FigureRow("N=16, m=2, k=3, ring, exact", "", _format_percent(ring(16, 2, 3))),
+        FigureRow("the ring is lower, by that bound", "25.0 %", _format_percent(1 - bound / group)),
         FigureRow(
             "the ring is lower, exact",
             "25.0 %",
-            _percent(1 - ring(16, 2, 3) / group),
+            _format_percent(1 - ring(16, 2, 3) / group),
             "the paper's value is a union bound",
         ),
     ]
     sizes = (8, 16, 24, 32, 48, 64, 96, 128)
     rows += [
-        FigureRow(f"N={n}, m={m}, k={k}", "", _percent(p(n, m, k))) for m in (2, 3) for k in (2, 3, 4) for n in sizes
+        FigureRow(f"N={n}, m={m}, k={k}", "", _format_percent(p(n, m, k)))
+        for m in (2, 3)
+        for k in (2, 3, 4)
+        for n in sizes
     ]
     return Figure(
         "GEMINI, Figure 9: probability to recover from memory", "N nodes, m copies, k lost at once", (*rows,)
     )
 
 
-def gemini_10() -> Figure:
+def build_gemini_10() -> Figure:
     """Return GEMINI, Figure 10."""
     t = TrainingFigures()
     local = 1.5 * t.iteration_s
-    often, seldom = highfreq(t), strawman(t)
+    often, seldom = build_highfreq(t), build_strawman(t)
     rows = (
         FigureRow("GEMINI, from a node's own memory", "", f"{local:.0f} s"),
-        FigureRow("GEMINI, from peers: more", "below 3 s", f"{gemini(t).read_s:.1f} s"),
+        FigureRow("GEMINI, from peers: more", "below 3 s", f"{build_gemini(t).read_s:.1f} s"),
         FigureRow("HighFreq", "", f"{often.wasted_s:.0f} s"),
         FigureRow("Strawman", "", f"{seldom.wasted_s / 60:.0f} min"),
         FigureRow("HighFreq against GEMINI", "over 13", f"{often.wasted_s / local:.1f}"),
-        FigureRow("less than HighFreq, by", "92 %", _percent(1 - local / often.wasted_s)),
+        FigureRow("less than HighFreq, by", "92 %", _format_percent(1 - local / often.wasted_s)),
     )
     return Figure("GEMINI, Figure 10: time wasted by a failure", _TESTBED, rows)
 
 
-def gemini_12() -> Figure:
+def build_gemini_12() -> Figure:
     """Return GEMINI, Figure 12."""
     t = TrainingFigures()
     rows = (
@@ -104,21 +113,23 @@ def gemini_12() -> Figure:
     return Figure("GEMINI, Figure 12: frequency of checkpoints", _TESTBED, rows)
 
 
-def _ratios(rates: list[tuple[str, float]]) -> list[tuple[str, tuple[float, float, float]]]:
+def _compute_ratios(rates: list[tuple[str, float]]) -> list[tuple[str, tuple[float, float, float]]]:
     t = TrainingFigures()
-    return [(what, (gemini(t).effective(n), highfreq(t).effective(n), strawman(t).effective(n))) for what, n in rates]
+    schemes = build_gemini(t), build_highfreq(t), build_strawman(t)
+    shares = [(what, [scheme.compute_effective_share(n) for scheme in schemes]) for what, n in rates]
+    return [(what, (ours, often, seldom)) for what, (ours, often, seldom) in shares]
 
 
-def _share(value: float) -> str:
+def _format_share(value: float) -> str:
     return f"{value:.3f}" if value > 0 else "none"
 
 
-def gemini_15a() -> Figure:
+def build_gemini_15a() -> Figure:
     """Return GEMINI, Figure 15a."""
     said = {0: ("", "", ""), 8: ("close to none failing", "", "")}
     rows = tuple(
-        FigureRow(f"{what}, {name}", published, _share(value))
-        for what, values in _ratios([(f"{n} failures a day", float(n)) for n in (0, 2, 4, 6, 8)])
+        FigureRow(f"{what}, {name}", published, _format_share(value))
+        for what, values in _compute_ratios([(f"{n} failures a day", float(n)) for n in (0, 2, 4, 6, 8)])
         for name, value, published in zip(
             ("GEMINI", "HighFreq", "Strawman"), values, said.get(int(what.split()[0]), ("", "", "")), strict=True
         )
@@ -126,20 +137,24 @@ def gemini_15a() -> Figure:
     return Figure("GEMINI, Figure 15a: share of the time that trains, 16 nodes", _TESTBED, rows)
 
 
-def gemini_15b() -> Figure:
+def build_gemini_15b() -> Figure:
     """Return GEMINI, Figure 15b."""
     rows = []
-    for what, (ours, often, seldom) in _ratios([(f"{n} nodes", 0.015 * n) for n in (16, 200, 400, 600, 800, 1000)]):
+    for what, (ours, often, seldom) in _compute_ratios(
+        [(f"{n} nodes", 0.015 * n) for n in (16, 200, 400, 600, 800, 1000)]
+    ):
         large = what.startswith("1000 ")
         rows += [
-            FigureRow(f"{what}, GEMINI", "91 %" if large else "", _percent(ours)),
-            FigureRow(f"{what}, HighFreq", "", _percent(often)),
+            FigureRow(f"{what}, GEMINI", "91 %" if large else "", _format_percent(ours)),
+            FigureRow(f"{what}, HighFreq", "", _format_percent(often)),
             FigureRow(
-                f"{what}, Strawman", "can hardly proceed" if large else "", _percent(seldom) if seldom > 0 else "none"
+                f"{what}, Strawman",
+                "can hardly proceed" if large else "",
+                _format_percent(seldom) if seldom > 0 else "none",
             ),
         ]
         if large:
-            rows.append(FigureRow(f"{what}, GEMINI is higher, by", "54 %", _percent(ours / often - 1)))
+            rows.append(FigureRow(f"{what}, GEMINI is higher, by", "54 %", _format_percent(ours / often - 1)))
     return Figure(
         "GEMINI, Figure 15b: share of the time that trains, by nodes",
         f"1.5 % of nodes fail a day; {_TESTBED}",
@@ -147,18 +162,20 @@ def gemini_15b() -> Figure:
     )
 
 
-def reft_8() -> Figure:
+def build_reft_8() -> Figure:
     """Return REFT, Figure 8."""
     rows = []
     for shape, published in ((1.0, ("", "")), (1.3, ("about 0.5 d", "16.22 d")), (1.5, ("", "")), (2.0, ("", ""))):
-        one = partial(reliability.of_checkpoints, gpus=3072, hardware=1e-4, software=1e-5, shape=shape)
-        two = partial(reliability.of_parity, gpus=3072, hardware=1e-4, shape=shape, group=6)
+        one = partial(
+            reliability.compute_checkpoint_reliability, gpus=3072, hardware=1e-4, software=1e-5, shape=shape
+        )
+        two = partial(reliability.compute_parity_reliability, gpus=3072, hardware=1e-4, shape=shape, group=6)
         rows += [
-            FigureRow(f"shape {shape:g}, checkpoints", published[0], f"{reliability.safe_days(one, 0.9):.2f} d"),
+            FigureRow(f"shape {shape:g}, checkpoints", published[0], f"{reliability.find_safe_days(one, 0.9):.2f} d"),
             FigureRow(
                 f"shape {shape:g}, REFT",
                 published[1],
-                f"{reliability.safe_days(two, 0.9):.2f} d",
+                f"{reliability.find_safe_days(two, 0.9):.2f} d",
                 "the printed inputs give this; the text does not say how its own was found" if published[1] else "",
             ),
         ]
@@ -190,35 +207,39 @@ _USER = {"BERT-L": ".75 .77 .94", "BERT-B": ".23 .26 .41", "GPT2-S": ".24 .26 .3
 _STEADY_PERCENT = {"BERT-L": 0.0076, "GPT2-S": 0.0024}
 
 
-def _printed(row: str, column: int) -> str:
+def _read_printed(row: str, column: int) -> str:
     text = row.split()[column]
     return f"0{text}" if text.startswith(".") else text
 
 
-def jit_table_8() -> Figure:
+def build_jit_table_8() -> Figure:
     """Return just-in-time checkpointing, Table 8."""
     rows = []
     for model in _MODELS:
         for column, gpus in enumerate(_GPUS):
             at = f"{model.name}, {gpus} GPUs"
-            best, periodic, user = (_printed(table[model.name], column) for table in (_BEST, _PERIODIC, _USER))
-            wasted = just_in_time.periodic(model, gpus)
-            exact = just_in_time.of_all(just_in_time.user_level(model, gpus))
+            best, periodic, user = (_read_printed(table[model.name], column) for table in (_BEST, _PERIODIC, _USER))
+            wasted = just_in_time.compute_periodic_waste(model, gpus)
+            exact = just_in_time.to_share_of_all(just_in_time.compute_user_level_waste(model, gpus))
             note = (
                 "" if model.name == "GPT2-8B" else "Table 3 has 0 for its overhead, from which this does not follow"
             )
             if percent := _STEADY_PERCENT.get(model.name):
-                slipped = just_in_time.of_all(just_in_time.user_level(model, gpus, steady_share=percent))
-                note = f"{_percent(slipped, 2)} if the {percent:g} % of Table 3 are taken for a share"
+                slipped = just_in_time.to_share_of_all(
+                    just_in_time.compute_user_level_waste(model, gpus, steady_share=percent)
+                )
+                note = f"{_format_percent(slipped, 2)} if the {percent:g} % of Table 3 are taken for a share"
             rows += [
-                FigureRow(f"{at}: checkpoints an hour", best, f"{just_in_time.best_per_s(model, gpus) * 3600:.2f}"),
+                FigureRow(
+                    f"{at}: checkpoints an hour", best, f"{just_in_time.compute_best_per_s(model, gpus) * 3600:.2f}"
+                ),
                 FigureRow(
                     f"{at}: wasted, periodic",
                     f"{periodic} %",
-                    _percent(just_in_time.of_all(wasted), 3),
-                    f"{_percent(wasted, 2)} of useful time" if (model.name, gpus) == ("BERT-L", 8192) else "",
+                    _format_percent(just_in_time.to_share_of_all(wasted), 3),
+                    f"{_format_percent(wasted, 2)} of useful time" if (model.name, gpus) == ("BERT-L", 8192) else "",
                 ),
-                FigureRow(f"{at}: wasted, just in time", f"{user} %", _percent(exact, 4), note),
+                FigureRow(f"{at}: wasted, just in time", f"{user} %", _format_percent(exact, 4), note),
             ]
     return Figure(
         "Just-in-time checkpointing, Table 8",
@@ -230,11 +251,11 @@ def jit_table_8() -> Figure:
 _TESTBED = "GPT-2 100B (1.2 TB) on 16 p4d nodes, iteration 62 s, storage 20 Gbit/s, network 400 Gbit/s a node"
 
 FIGURES: dict[str, Callable[[], Figure]] = {
-    "gemini-9": gemini_9,
-    "gemini-10": gemini_10,
-    "gemini-12": gemini_12,
-    "gemini-15a": gemini_15a,
-    "gemini-15b": gemini_15b,
-    "reft-8": reft_8,
-    "jit-table8": jit_table_8,
+    "gemini-9": build_gemini_9,
+    "gemini-10": build_gemini_10,
+    "gemini-12": build_gemini_12,
+    "gemini-15a": build_gemini_15a,
+    "gemini-15b": build_gemini_15b,
+    "reft-8": build_reft_8,
+    "jit-table8": build_jit_table_8,
 }

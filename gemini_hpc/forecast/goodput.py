@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import exp
 from random import Random
 
-from gemini_hpc.forecast.schemes import DAY_S, Scheme, TrainingFigures, ours, ours_spare, strawman
+from gemini_hpc.forecast.schemes import DAY_S, Scheme, TrainingFigures, build_ours, build_ours_spare, build_strawman
 from gemini_hpc.forecast.simulation import Faults, simulate
 
 SIZES = (1_000, 10_000, 100_000)
@@ -90,28 +90,28 @@ INPUTS = (
 )
 
 
-def training(gpus: int) -> TrainingFigures:
+def build_training(gpus: int) -> TrainingFigures:
     """Return the job at this size. Its network speed is the measured speed of a pull."""
     nodes = gpus // GPUS_PER_NODE
     return TrainingFigures(nodes, STATE_BYTES, ITERATION_S, PULL_BYTES_PER_S, tier=1e12)
 
 
-def ways(gpus: int) -> Iterator[Scheme]:
+def list_schemes(gpus: int) -> Iterator[Scheme]:
     """Yield the schemes compared at this size, each under its displayed name."""
-    t, connect_s = training(gpus), COMMUNICATORS_S[gpus]
-    for scheme, name in ((ours(t), "ours, by requeue"), (ours_spare(t), "ours, with a spare")):
+    t, connect_s = build_training(gpus), COMMUNICATORS_S[gpus]
+    for scheme, name in ((build_ours(t), "ours, by requeue"), (build_ours_spare(t), "ours, with a spare")):
         yield replace(scheme, name=name, restart_s=scheme.restart_s + connect_s)
     if gpus == 100_000:
-        spare = ours_spare(t)
+        spare = build_ours_spare(t)
         yield replace(spare, name="the same with NCCLX", restart_s=spare.restart_s + NCCLX_S)
-    of_others = replace(ours(t), read_s=0.0, detect_s=0.0)
+    of_others = replace(build_ours(t), read_s=0.0, detect_s=0.0)
     if gpus == 1_000:
         yield replace(of_others, name="20 s down (TrainMover, 1,024 GPUs)", restart_s=20.0)
     else:
         yield replace(of_others, name="150 s down (FlashRecovery, 4,800)", restart_s=150.0)
 
 
-def standby(nodes: int, per_day: float, repair_s: float = DAY_S, without: float = 0.01) -> int:
+def count_standby(nodes: int, per_day: float, repair_s: float = DAY_S, without: float = 0.01) -> int:
     """Return the fewest standby nodes of which none is left for fewer than the share `without` of failures.
 
     The number of nodes under repair follows a Poisson process.
@@ -126,21 +126,21 @@ def standby(nodes: int, per_day: float, repair_s: float = DAY_S, without: float 
     return count
 
 
-def _goodput(scheme: Scheme, gpus: int, per_day: float) -> tuple[float, int]:
-    t = training(gpus)
-    faults, waiting = Faults(per_day), standby(t.nodes, per_day)
-    failures = faults.of(t.nodes, DAYS, Random(SEED))
-    out = simulate(scheme, strawman(t), failures, nodes=t.nodes, days=DAYS, standby=waiting, faults=faults)
+def _simulate_goodput(scheme: Scheme, gpus: int, per_day: float) -> tuple[float, int]:
+    t = build_training(gpus)
+    faults, waiting = Faults(per_day), count_standby(t.nodes, per_day)
+    failures = faults.draw_failures(t.nodes, DAYS, Random(SEED))
+    out = simulate(scheme, build_strawman(t), failures, nodes=t.nodes, days=DAYS, standby=waiting, faults=faults)
     return out.goodput, waiting
 
 
-def rows() -> Iterator[GoodputRow]:
+def compute_rows() -> Iterator[GoodputRow]:
     """Yield all rows, one after the other. All of them together take some seconds."""
     for gpus in SIZES:
         nodes = gpus // GPUS_PER_NODE
         between_s = DAY_S / (nodes * RSC_PER_DAY)
-        for scheme in ways(gpus):
-            share, waiting = _goodput(scheme, gpus, RSC_PER_DAY)
+        for scheme in list_schemes(gpus):
+            share, waiting = _simulate_goodput(scheme, gpus, RSC_PER_DAY)
             yield GoodputRow(
                 gpus,
                 scheme.name,
@@ -149,5 +149,5 @@ def rows() -> Iterator[GoodputRow]:
                 share,
                 waiting,
                 share * nodes / (nodes + waiting),
-                _goodput(scheme, gpus, LLAMA_PER_DAY)[0],
+                _simulate_goodput(scheme, gpus, LLAMA_PER_DAY)[0],
             )

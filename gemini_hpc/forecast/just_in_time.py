@@ -1,7 +1,7 @@
 """The cost of failures with periodic and just-in-time checkpoints (EuroSys '24, section 5, equations 1 to 8).
 
 Each of `gpus` GPUs fails `per_s` times a second. Shares come in two kinds. Wasted shares are of useful time (w).
-Shares of all time (w_f, equation 6) are made of these by `of_all`.
+Shares of all time (w_f, equation 6) are made of these by `to_share_of_all`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ class Model:
     steady_s: float
 
 
-def of_all(wasted: float) -> float:
+def to_share_of_all(wasted: float) -> float:
     """Return a wasted share as a share of all time (equation 6)."""
     return wasted / (1 + wasted)
 
 
-def best_per_s(model: Model, gpus: int, per_s: float = PER_S) -> float:
+def compute_best_per_s(model: Model, gpus: int, per_s: float = PER_S) -> float:
     """Return the frequency of periodic checkpoints that costs least, per second (equation 3)."""
     return sqrt(gpus * per_s / (2 * model.save_s))
 
 
-def periodic(model: Model, gpus: int, per_s: float = PER_S) -> float:
+def compute_periodic_waste(model: Model, gpus: int, per_s: float = PER_S) -> float:
     """Return the wasted share with that frequency (equation 5)."""
     return 2 * sqrt(gpus * per_s * model.save_s / 2) + gpus * per_s * model.restore_s
 
 
-def user_level(model: Model, gpus: int, per_s: float = PER_S, *, steady_share: float | None = None) -> float:
+def compute_user_level_waste(
+    model: Model, gpus: int, per_s: float = PER_S, *, steady_share: float | None = None
+) -> float:
     """Return the wasted share with just-in-time checkpoints that the program makes after a failure (equation 7).
 
     `steady_share` replaces the model's own steady share.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gemini_hpc.core import save_interval, tier_interval
 from gemini_hpc.core.redundancy import Redundancy, format_kind, format_redundancy
-from gemini_hpc.forecast.schemes import DAY_S, TrainingFigures, ours, ours_spare
+from gemini_hpc.forecast.schemes import DAY_S, TrainingFigures, build_ours, build_ours_spare
 
 FOLD_BYTES_S = 4.2e9  # parity on one core of the project's own machine: `make bench ONLY=rs`
 SLOTS = 2  # per copy: the newest sealed version and the version under way
@@ -94,7 +94,7 @@ class Protection:
         return format_redundancy(self.replicas, self.parity)
 
 
-def protection(wish: RequestedProtection, replicas: int, *, parity: int = 0) -> Protection:
+def predict_protection(wish: RequestedProtection, replicas: int, *, parity: int = 0) -> Protection:
     """Return the protection of a training.
 
     Args:
@@ -112,14 +112,14 @@ def protection(wish: RequestedProtection, replicas: int, *, parity: int = 0) -> 
         raise ValueError(f"{replicas} replicas on {t.nodes} nodes: from 1 to one on each node")
     of = Redundancy(t.nodes, replicas, parity)
     transfer_s, fetch_s = t.node_bytes * of.sent / t.network, t.node_bytes * of.fetched / t.network
-    chosen = save_interval.choose(
+    chosen = save_interval.choose_frequency(
         lambda s: transfer_s - s * wish.idle * t.iteration_s, t.iteration_s, ceiling=wish.ceiling
     )
     lost_s = t.iteration_s * (chosen.j / 2 + chosen.s)
-    down = ours(t, wish.imports_s).down_s + fetch_s, ours_spare(t).down_s + fetch_s
+    down = build_ours(t, wish.imports_s).down_s + fetch_s, build_ours_spare(t).down_s + fetch_s
     a_day = t.nodes * wish.per_day
-    unserved = tier_interval.unserved_per_day(of, wish.per_day * wish.hardware, down[0])
-    tier_s = tier_interval.every_s(t.tier_s, wish.ceiling, unserved)
+    unserved = tier_interval.compute_unserved_per_day(of, wish.per_day * wish.hardware, down[0])
+    tier_s = tier_interval.compute_interval_s(t.tier_s, wish.ceiling, unserved)
     from_tier_s = unserved * (tier_s / 2 + 2 * t.tier_s) if unserved else 0.0
     needed = SLOTS * of.memory * t.node_bytes
     by_requeue, by_spare = (

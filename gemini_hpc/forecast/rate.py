@@ -25,13 +25,13 @@ class FailureRate:
     hardware: float = USUAL_HARDWARE
     source: str = "GEMINI, Figure 15b"
 
-    def text(self) -> str:
+    def describe(self) -> str:
         """Return the rate as a sentence."""
         share = f"{100 * self.hardware:.0f} % with its memory"
         return f"failures: {self.per_day:.3g} of a node a day, {share} ({self.source})"
 
 
-def of_history(history: History, where: str) -> FailureRate:
+def derive_history_rate(history: History, where: str) -> FailureRate:
     """Return the rate from a site's past.
 
     Each run that Slurm ended as NODE_FAIL has lost a node with its memory. If jobs share a node, its days and its
@@ -42,7 +42,7 @@ def of_history(history: History, where: str) -> FailureRate:
     """
     if not history.runs or history.node_days <= 0:
         raise ValueError(f"{where}: no run of a job in it, so nothing is known of failures")
-    days = _days(history.node_days)
+    days = _format_days(history.node_days)
     if not history.lost:
         source = f"{where}: none lost in {days} node-days; {NONE_SEEN:g} taken, the bound at 95 %"
         return FailureRate(NONE_SEEN / history.node_days, 1.0, source)
@@ -50,7 +50,7 @@ def of_history(history: History, where: str) -> FailureRate:
     return FailureRate(history.lost / history.node_days, 1.0, source)
 
 
-def of_events(seen: EventCounts, where: str) -> FailureRate:
+def derive_event_rate(seen: EventCounts, where: str) -> FailureRate:
     """Return the rate from the event logs of protected jobs.
 
     The logs separate losses of nodes from programs that failed on healthy nodes.
@@ -61,7 +61,7 @@ def of_events(seen: EventCounts, where: str) -> FailureRate:
     if not seen.jobs or seen.node_days <= 0:
         raise ValueError(f"{where}: no protected job in it, so nothing is known of failures")
     failures = seen.lost + seen.failed
-    jobs = f"{seen.jobs} job{'s' * (seen.jobs > 1)}, {_days(seen.node_days)} node-days"
+    jobs = f"{seen.jobs} job{'s' * (seen.jobs > 1)}, {_format_days(seen.node_days)} node-days"
     if not failures:
         source = f"{where}: {jobs} without a failure; {NONE_SEEN:g} taken, the bound at 95 %"
         return FailureRate(NONE_SEEN / seen.node_days, 1.0, source)
@@ -69,5 +69,5 @@ def of_events(seen: EventCounts, where: str) -> FailureRate:
     return FailureRate(failures / seen.node_days, seen.lost / failures, source)
 
 
-def _days(node_days: float) -> str:
+def _format_days(node_days: float) -> str:
     return f"{node_days:,.0f}" if node_days >= 10 else f"{node_days:.2g}"

@@ -11,7 +11,7 @@ from math import exp
 _STEPS = 200  # bisection steps, more than a float has bits
 
 
-def of_checkpoints(days: float, gpus: int, hardware: float, software: float, shape: float) -> float:
+def compute_checkpoint_reliability(days: float, gpus: int, hardware: float, software: float, shape: float) -> float:
     """Return the probability that none of `gpus` has failed after `days`.
 
     `hardware` and `software` are failure rates of one GPU. `shape` is the shape of the Weibull distribution; 1 means
@@ -20,7 +20,7 @@ def of_checkpoints(days: float, gpus: int, hardware: float, software: float, sha
     return exp(-gpus * (hardware + software) * days**shape)
 
 
-def of_parity(days: float, gpus: int, hardware: float, shape: float, group: int) -> float:
+def compute_parity_reliability(days: float, gpus: int, hardware: float, shape: float, group: int) -> float:
     """Return the same probability for state in memory with parity over sharding groups of `group` members.
 
     Each group may have lost one member. Software failures do not affect the memory.
@@ -29,7 +29,7 @@ def of_parity(days: float, gpus: int, hardware: float, shape: float, group: int)
     return float((alive**group + group * (1 - alive) * alive ** (group - 1)) ** (gpus / group))
 
 
-def safe_days(probability: Callable[[float], float], threshold: float) -> float:
+def find_safe_days(probability: Callable[[float], float], threshold: float) -> float:
     """Return how long a falling probability stays at or above the threshold, in days.
 
     Raises:

@@ -63,7 +63,7 @@ class Scheme:
         """Return whether the checkpoint to go back to is lost if too many nodes are lost."""
         return bool(self.replicas or self.parity)
 
-    def survives(self, nodes: int, lost: Collection[int]) -> bool:
+    def can_survive(self, nodes: int, lost: Collection[int]) -> bool:
         """Return whether memory serves if these of the node ranks 0 to `nodes` - 1 are lost at once.
 
         If parity groups do not divide the nodes, the last group takes the rest.
@@ -79,7 +79,7 @@ class Scheme:
         """Return the time from a failure to the reading, in seconds."""
         return self.detect_s + self.save_s + self.restart_s
 
-    def effective(self, failures_per_day: float) -> float:
+    def compute_effective_share(self, failures_per_day: float) -> float:
         """Return the share of the time that is effective training (GEMINI, section 7.3).
 
         The formula assumes that failures never overlap.
@@ -123,12 +123,12 @@ class TrainingFigures:
         return self.node_bytes * SERIALIZE_S_PER_BYTE
 
 
-def strawman(t: TrainingFigures) -> Scheme:
+def build_strawman(t: TrainingFigures) -> Scheme:
     """Return the scheme that writes to storage every three hours (GEMINI, section 7.1)."""
     return Scheme("strawman", STRAWMAN_EVERY_S, min(t.serialize_s, STRAWMAN_EVERY_S / 2), t.tier_s, t.tier_s)
 
 
-def highfreq(t: TrainingFigures) -> Scheme:
+def build_highfreq(t: TrainingFigures) -> Scheme:
     """Return the scheme that writes to storage as often as the storage allows (GEMINI, section 7.1).
 
     Serialization and writing take one checkpoint at a time. The paper rounds 9.07 iterations to nine.
@@ -137,7 +137,7 @@ def highfreq(t: TrainingFigures) -> Scheme:
     return Scheme("highfreq", every_s, t.serialize_s, t.tier_s, t.tier_s)
 
 
-def gemini(t: TrainingFigures) -> Scheme:
+def build_gemini(t: TrainingFigures) -> Scheme:
     """Return the scheme that writes to the memory of peers in every iteration.
 
     After a failure all copies are serialized (section 7.3: 162 s).
@@ -150,7 +150,7 @@ def gemini(t: TrainingFigures) -> Scheme:
 PARITY_GROUP = 6  # REFT, appendix: six data-parallel paths
 
 
-def reft(t: TrainingFigures) -> Scheme:
+def build_reft(t: TrainingFigures) -> Scheme:
     """Return the scheme that writes to the own node's memory in every iteration, with parity (REFT, section 4).
 
     The parity is over groups of six nodes. REFT's processes keep the memory, so nothing is serialized. The part that
@@ -164,7 +164,7 @@ def reft(t: TrainingFigures) -> Scheme:
     return Scheme("reft", every_s, stall_s, every_s, exchange_s * (group - 1), parity=group)
 
 
-def jit(t: TrainingFigures) -> Scheme:
+def build_jit(t: TrainingFigures) -> Scheme:
     """Return the just-in-time scheme at user level.
 
     Healthy replicas save after the failure. Half an iteration is lost.
@@ -177,23 +177,23 @@ def jit(t: TrainingFigures) -> Scheme:
 OURS_DETECT_S, OURS_REQUEUE_S, OURS_SPARE_S = 7.5, 22.0, 1.7
 
 
-def ours(t: TrainingFigures, imports_s: float = 60.0) -> Scheme:
+def build_ours(t: TrainingFigures, imports_s: float = 60.0) -> Scheme:
     """Return this project's scheme, by requeue: agents keep the memory, so nothing is serialized."""
-    of = gemini(t)
+    of = build_gemini(t)
     return replace(of, name="ours", detect_s=OURS_DETECT_S, save_s=0.0, restart_s=OURS_REQUEUE_S + imports_s)
 
 
-def ours_spare(t: TrainingFigures) -> Scheme:
+def build_ours_spare(t: TrainingFigures) -> Scheme:
     """Return this project's scheme with spares in the allocation, whose interpreters are warm."""
-    return replace(ours(t), name="ours-spare", restart_s=OURS_SPARE_S)
+    return replace(build_ours(t), name="ours-spare", restart_s=OURS_SPARE_S)
 
 
 SCHEMES = {
-    "strawman": strawman,
-    "highfreq": highfreq,
-    "gemini": gemini,
-    "reft": reft,
-    "jit": jit,
-    "ours": ours,
-    "ours-spare": ours_spare,
+    "strawman": build_strawman,
+    "highfreq": build_highfreq,
+    "gemini": build_gemini,
+    "reft": build_reft,
+    "jit": build_jit,
+    "ours": build_ours,
+    "ours-spare": build_ours_spare,
 }

@@ -49,7 +49,7 @@ class Faults:
     repair_s: float = DAY_S
     replace_s: float = 330.0  # GEMINI, section 7.3: 4 to 7 minutes
 
-    def of(self, nodes: int, days: float, random: Random) -> Iterator[NodeFailure]:
+    def draw_failures(self, nodes: int, days: float, random: Random) -> Iterator[NodeFailure]:
         """Yield the failures in order of time."""
         if not (self.per_day >= 0 and self.shape > 0 and 0 <= self.hardware <= 1):
             raise ValueError("failures a day are not below 0, a shape is above 0, a share is from 0 to 1")
@@ -113,7 +113,7 @@ class _Run:
     ready_s: list[float] = field(default_factory=list)  # times at which nodes under repair come back
     borrowed: int = 0  # nodes beyond the paid ones, each returned when a repaired node comes back
 
-    def fail(self, failure: NodeFailure, up_s: float) -> float:
+    def process_failure(self, failure: NodeFailure, up_s: float) -> float:
         """Process a failure, and return the time at which the next stretch of training begins.
 
         The failure ends a stretch of training, or falls into a recovery if it is before `up_s`.
@@ -124,28 +124,28 @@ class _Run:
             out.recoveries += 1
             self.lost.clear()
             done = self.saved_s + (now - up_s)
-            self.saved_s += self._kept(up_s, now)
-            self.tiered_s = max(self.tiered_s, self._tiered(done))
+            self.saved_s += self._compute_kept_s(up_s, now)
+            self.tiered_s = max(self.tiered_s, self._compute_tiered_s(done))
             out.repeated_s += done - self.saved_s
         if failure.hardware:
             self.lost.add(failure.node)
-            if self.saved_s > self.tiered_s and not self.scheme.survives(self.nodes, self.lost):
+            if self.saved_s > self.tiered_s and not self.scheme.can_survive(self.nodes, self.lost):
                 out.from_tier += 1
                 out.repeated_s += self.saved_s - self.tiered_s
                 self.saved_s = self.tiered_s
         from_tier = self.scheme.in_memory and bool(self.lost) and self.saved_s == self.tiered_s > 0
         read_s = self.tier.read_s if from_tier else self.scheme.read_s
-        return now + self.scheme.down_s + self._wait(failure, now) + read_s
+        return now + self.scheme.down_s + self._wait_for_node(failure, now) + read_s
 
-    def _kept(self, up_s: float, now: float) -> float:
+    def _compute_kept_s(self, up_s: float, now: float) -> float:
         """Return the wall-clock time of training since `up_s` that can be gone back to."""
         usable = now - up_s - self.scheme.usable_s
         return max(0, floor(usable / self.scheme.every_s)) * self.scheme.every_s
 
-    def _tiered(self, done_s: float) -> float:
+    def _compute_tiered_s(self, done_s: float) -> float:
         return max(0.0, floor((done_s - self.tier.usable_s) / self.tier.every_s) * self.tier.every_s)
 
-    def _wait(self, failure: NodeFailure, now: float) -> float:
+    def _wait_for_node(self, failure: NodeFailure, now: float) -> float:
         """Return the wait for another node in seconds."""
         if not failure.hardware:
             return 0.0
@@ -188,7 +188,7 @@ def simulate(
         if failure.at_s >= out.total_s:
             break
         trained += max(0.0, failure.at_s - up_s)
-        up_s = max(up_s, run.fail(failure, up_s))
+        up_s = max(up_s, run.process_failure(failure, up_s))
     end = max(0.0, out.total_s - up_s)
     trained += end
     kept = run.saved_s + end

@@ -38,7 +38,7 @@ def parse(lines: Iterable[str], nodes: int) -> list[NodeFailure]:
         if not words:
             continue
         try:
-            found += _failures(words, nodes, MOST_FAILURES - len(found))
+            found += _parse_failures(words, nodes, MOST_FAILURES - len(found))
         except ValueError as error:
             raise TraceError(f"line {number}: {error}") from None
     if not found:
@@ -46,7 +46,7 @@ def parse(lines: Iterable[str], nodes: int) -> list[NodeFailure]:
     return sorted(found, key=lambda failure: failure.at_s)
 
 
-def _failures(words: list[str], nodes: int, most: int) -> Iterator[NodeFailure]:
+def _parse_failures(words: list[str], nodes: int, most: int) -> Iterator[NodeFailure]:
     if len(words) != 3:
         raise ValueError(f"wanted seconds, nodes and a kind, found {len(words)} word{'s' * (len(words) != 1)}")
     at, ranks, kind = words

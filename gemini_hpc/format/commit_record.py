@@ -37,17 +37,17 @@ def pack(committed: Committed) -> bytes:
     """
     stamp, used, digest = committed
     fields = _FIELDS.pack(_MAGIC, stamp.epoch, stamp.version, used, bytes.fromhex(digest))
-    return fields + _sum(fields)
+    return fields + _compute_sum(fields)
 
 
 def parse(data: bytes) -> Committed | None:
     """Return the record in `data`; None if there is no record or not a whole one."""
     fields = data[: _FIELDS.size]
-    if len(data) < RECORD_BYTES or data[_FIELDS.size : RECORD_BYTES] != _sum(fields):
+    if len(data) < RECORD_BYTES or data[_FIELDS.size : RECORD_BYTES] != _compute_sum(fields):
         return None
     magic, epoch, version, used, digest = _FIELDS.unpack(fields)
     return Committed(Stamp(epoch, version), used, digest.hex()) if magic == _MAGIC else None
 
 
-def _sum(fields: bytes) -> bytes:
+def _compute_sum(fields: bytes) -> bytes:
     return blake2b(fields, digest_size=_SUM_BYTES).digest()

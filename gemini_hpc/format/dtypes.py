@@ -34,7 +34,7 @@ ITEM_BYTES = {
 }
 
 
-def item_bytes(name: str) -> int:
+def get_item_bytes(name: str) -> int:
     """Return the number of bytes of an element.
 
     Raises:

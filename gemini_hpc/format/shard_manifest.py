@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from gemini_hpc.format.dtypes import item_bytes
+from gemini_hpc.format.dtypes import get_item_bytes
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 
 FORMAT = 1
@@ -63,13 +63,13 @@ class ShardManifest(msgspec.Struct, frozen=True):
     aliases: dict[str, str] = {}
     format: int = FORMAT
 
-    def nbytes(self, piece: Piece) -> int:
+    def count_bytes(self, piece: Piece) -> int:
         """Return the number of bytes of a piece."""
-        return math.prod(piece.size) * item_bytes(self.rows[piece.row].dtype)
+        return math.prod(piece.size) * get_item_bytes(self.rows[piece.row].dtype)
 
-    def tensor_bytes(self) -> int:
+    def count_tensor_bytes(self) -> int:
         """Return the number of bytes of the tensor area."""
-        return max((p.at + self.nbytes(p) for p in self.pieces), default=0)
+        return max((p.at + self.count_bytes(p) for p in self.pieces), default=0)
 
 
 _decoder = msgspec.msgpack.Decoder(ShardManifest)
@@ -94,7 +94,7 @@ def unpack(data: bytes | memoryview, tensor_bytes: int) -> ShardManifest:
     if manifest.format != FORMAT:
         raise ValueError(f"manifest: format {manifest.format} found, {FORMAT} wanted")
     for row in manifest.rows:
-        item_bytes(row.dtype)
+        get_item_bytes(row.dtype)
     for piece in manifest.pieces:
         if not 0 <= piece.row < len(manifest.rows):
             raise ValueError(f"manifest: a piece names row {piece.row} of {len(manifest.rows)}")
@@ -104,7 +104,7 @@ def unpack(data: bytes | memoryview, tensor_bytes: int) -> ShardManifest:
         )
         if not boxed:
             raise ValueError(f"manifest: {piece.offset}+{piece.size} is no box of {row.key} {row.shape}")
-        if piece.at % TENSOR_ALIGN_BYTES or not 0 <= piece.at <= tensor_bytes - manifest.nbytes(piece):
+        if piece.at % TENSOR_ALIGN_BYTES or not 0 <= piece.at <= tensor_bytes - manifest.count_bytes(piece):
             raise ValueError(f"manifest: a piece of {row.key} lies outside the tensor area")
     return manifest
 
@@ -116,7 +116,7 @@ def place(
     pieces = []
     at = 0
     for row, offset, size in boxes:
-        length = math.prod(size) * item_bytes(rows[row].dtype)
+        length = math.prod(size) * get_item_bytes(rows[row].dtype)
         if not length:
             continue
         pieces.append(Piece(row, offset, size, at))

@@ -52,9 +52,9 @@ class SlotLayout:
         ):
             if not 0 <= size <= MAX_TOTAL_BYTES // 4:
                 raise ValueError(f"a {name} of {size} bytes cannot be laid out")
-        tensor_offset = _page(HEADER_BYTES + manifest_bytes)
-        small_offset = _page(tensor_offset + tensor_bytes)
-        total = _page(small_offset + small_capacity)
+        tensor_offset = _round_to_page(HEADER_BYTES + manifest_bytes)
+        small_offset = _round_to_page(tensor_offset + tensor_bytes)
+        total = _round_to_page(small_offset + small_capacity)
         return cls(HEADER_BYTES, manifest_bytes, tensor_offset, tensor_bytes, small_offset, small_capacity, total)
 
 
@@ -88,7 +88,7 @@ def pack_header(
         ValueError: `parse_header` would refuse the header.
     """
     header = Header(layout, small_bytes, stamp, rank, world, moment)
-    _check(header)
+    _check_header(header)
     fields = _FIELDS.pack(
         MAGIC,
         layout.manifest_offset,
@@ -142,7 +142,7 @@ def parse_header(page: bytes | bytearray | memoryview, total: int) -> Header:
         manifest_offset, manifest_bytes, tensor_offset, tensor_bytes, small_offset, small_capacity, stated_total
     )
     header = Header(layout, small_bytes, Stamp(epoch, version), rank, world, Moment(*moment))
-    _check(header)
+    _check_header(header)
     return header
 
 
@@ -158,7 +158,7 @@ def _is_possible(moment: Moment) -> bool:
     return 0 <= moment.mark <= MODULUS and 0 <= min(moment[1:]) <= max(moment[1:]) < 1 << 62
 
 
-def _check(header: Header) -> None:
+def _check_header(header: Header) -> None:
     layout = header.layout
     if layout != SlotLayout.plan(layout.manifest_bytes, layout.tensor_bytes, layout.small_capacity):
         raise ValueError(f"slot header: its areas do not follow each other as they should: {layout}")
@@ -172,5 +172,5 @@ def _check(header: Header) -> None:
         raise ValueError(f"slot header: {header.moment} cannot be")
 
 
-def _page(offset: int) -> int:
+def _round_to_page(offset: int) -> int:
     return -(-offset // PAGE_BYTES) * PAGE_BYTES

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.dtypes import item_bytes
+from gemini_hpc.format.dtypes import get_item_bytes
 from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
 from gemini_hpc.integrations.session import NOTE, StackSession, VersionPart
 from gemini_hpc.train.state import encode
@@ -189,7 +189,7 @@ def _build_part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: 
         if math.prod(size):
             found.append(((number[key], tuple(data.chunk.offsets), size), item))
             if size == row.shape:
-                note.add_value(key, math.prod(size) * item_bytes(row.dtype), partial(_copy_tensor, planner, item))
+                note.add_value(key, math.prod(size) * get_item_bytes(row.dtype), partial(_copy_tensor, planner, item))
     packed = bytearray(note.packed)
     found.append(((len(rows), (0,), (len(packed),)), memoryview(packed)))
     rows.append(TensorRow(NOTE, "uint8", (len(packed),), False, "cpu", name=_VALUES))
@@ -198,7 +198,7 @@ def _build_part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: 
 
     def store(area: torch.Tensor) -> None:
         for piece, (_, source) in zip(pieces, found, strict=True):
-            target = area[piece.at : piece.at + manifest.nbytes(piece)]
+            target = area[piece.at : piece.at + manifest.count_bytes(piece)]
             if isinstance(source, memoryview):
                 target.copy_(torch.frombuffer(source, dtype=torch.uint8))
             else:

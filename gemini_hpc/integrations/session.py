@@ -432,7 +432,7 @@ def _measure_part(part: VersionPart) -> tuple[VersionPart, bytes, SlotLayout]:
         ValueError: The sizes are invalid.
     """
     packed = shard_manifest.pack(part.manifest)
-    return part, packed, SlotLayout.plan(len(packed), part.manifest.tensor_bytes(), 0)
+    return part, packed, SlotLayout.plan(len(packed), part.manifest.count_tensor_bytes(), 0)
 
 
 def _compute_slot_size(total_bytes: int) -> int:

@@ -72,8 +72,9 @@ class Arrays:
         boxes = [(i, h.offset, _find_shape(h)) for i, h in enumerate(self._held.values())]
         self.manifest = ShardManifest(rank, world, rows, shard_manifest.place(rows, boxes))
         self.packed = shard_manifest.pack(self.manifest)
-        shard_manifest.unpack(self.packed, self.manifest.tensor_bytes())  # rejects a part that is no box of its array
-        self.layout = SlotLayout.plan(len(self.packed), self.manifest.tensor_bytes(), 0)
+        # this rejects a part that is no box of its array
+        shard_manifest.unpack(self.packed, self.manifest.count_tensor_bytes())
+        self.layout = SlotLayout.plan(len(self.packed), self.manifest.count_tensor_bytes(), 0)
 
     def rebind(self, name: str, value: Any) -> None:
         """Replace an array by another one.
@@ -93,7 +94,7 @@ class Arrays:
     def store(self, area: memoryview) -> None:
         """Copy all arrays into a slot's tensor area."""
         for piece, held in self._list_held_pieces():
-            size = self.manifest.nbytes(piece)
+            size = self.manifest.count_bytes(piece)
             target = np.frombuffer(area[piece.at : piece.at + size], dtype=held.array.dtype)
             np.copyto(target.reshape(held.array.shape), held.array)
 
@@ -180,7 +181,7 @@ class Saved:
 
     def view_piece(self, piece: Piece, dtype: np.dtype[Any]) -> Array:
         """Return a piece as an array over the shard's memory."""
-        data = self.area[piece.at : piece.at + self.manifest.nbytes(piece)]
+        data = self.area[piece.at : piece.at + self.manifest.count_bytes(piece)]
         return np.frombuffer(data, dtype=dtype).reshape(piece.size)
 
 

@@ -82,7 +82,7 @@ class SaveInterval:
         if self._left_at is not None:
             length_s = clock.monotonic() - self._left_at
             self._pace.note(length_s)
-            self._budget.trained(length_s)
+            self._budget.add_training(length_s)
 
     def leave_step(self) -> None:
         """Record the end of a `step()`."""
@@ -119,7 +119,7 @@ class SaveInterval:
         if self._every:
             return
         # A rank that comes early waits for the program's own imbalance. The last one shows what the meeting costs.
-        self._cost.held(min(need.met_s for need in needs))
+        self._cost.add_wait(min(need.met_s for need in needs))
         if all(need.j > 0 for need in needs):
             self.j = max(need.j for need in needs)
             self._told.end_first_phase(self._budget)

@@ -16,7 +16,7 @@ import secrets
 import sys
 
 from gemini_hpc import clock
-from gemini_hpc.config import ConfigError, Settings, load, program_problem
+from gemini_hpc.config import ConfigError, Settings, find_program_problem, load
 from gemini_hpc.node import ledger, spawn
 from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.health_check import Problem, find_problem
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(settings: Settings, job: int) -> Problem | None:
-    if why := program_problem(settings.health_check):
+    if why := find_program_problem(settings.health_check):
         raise OSError(f"health_check {settings.health_check}: {why}")
     return find_problem(settings.health_check, lambda: False, lambda text: log_fault("health", job, text))
 
@@ -81,7 +81,11 @@ def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: boo
     except CredentialError as exc:
         log_fault("health", job, f"no controller was told: {exc}")
         return
-    hosts, deadline, why = settings.controller_hosts(), clock.monotonic() + REPORT_S, "this site has no controller"
+    hosts, deadline, why = (
+        settings.list_controller_hosts(),
+        clock.monotonic() + REPORT_S,
+        "this site has no controller",
+    )
     while hosts:
         for host in hosts:
             client = HandshakeClient(
@@ -92,7 +96,7 @@ def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: boo
                 source=node,
                 target=host,
                 instance=secrets.token_hex(8),
-                server_uid=settings.slurm_uid(),
+                server_uid=settings.find_slurm_uid(),
             )
             try:
                 link = BlockingLink.connect(host, settings.controller_port, client)

@@ -70,7 +70,7 @@ class ControllerLine:
             NoControllerError: No controller answers.
             QueryError: The controller refuses the connection, or its user is unknown here.
         """
-        hosts = settings.controller_hosts()
+        hosts = settings.list_controller_hosts()
         if not hosts:
             raise NoControllerError("no controller_host in the settings")
         try:
@@ -390,10 +390,10 @@ async def _read_allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[s
     except UnknownJob:
         raise QueryError(refusal) from None
     # A courtesy check: the agents know the caller from its credential and decide for themselves.
-    allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
+    allowed = Operators(settings.operators, (0, job.user_id, *settings.list_slurm_uids()))
     if not await allowed.allows(os.geteuid()):
         raise QueryError(refusal)
-    if settings.auth == "key" and os.geteuid() not in (0, job.user_id, *settings.slurm_uids()):
+    if settings.auth == "key" and os.geteuid() not in (0, job.user_id, *settings.list_slurm_uids()):
         raise QueryError(f"job {raw_id}: without MUNGE, only the controller answers others than owner and root")
     return job, await slurm.read_nodes(job.nodes) if job.nodes else {}
 

@@ -33,7 +33,7 @@ import msgspec
 
 from gemini_hpc.core.redundancy import format_kind
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.survival import Survival, survival
+from gemini_hpc.core.survival import Survival, compute_survival
 from gemini_hpc.query import past
 from gemini_hpc.query.freed import describe_freed_copies
 from gemini_hpc.query.losses import Losses, Slots
@@ -331,7 +331,7 @@ def _build_training(
     hosts = sorted(set(members) | {host for host, _ in every})
     losses = Losses(by_rank, parity)
     counted = losses.choose_counted_version()
-    found = survival(hosts, losses.list_fatal_losses(counted))
+    found = compute_survival(hosts, losses.list_fatal_losses(counted))
     live = {
         rank: {p.host for p in parts for s in p.trainings if s.name == name and rank in s.live} for rank in by_rank
     }
@@ -368,7 +368,7 @@ def _build_training(
             **_build_survival(found),
             "exact": True,
             "lost_already": found.lost_already,
-            "live": _build_survival(survival(hosts, losses.list_fatal_losses(counted, live)))
+            "live": _build_survival(compute_survival(hosts, losses.list_fatal_losses(counted, live)))
             if any(live.values())
             else None,
         },

@@ -85,7 +85,7 @@ def _read_buffers(reader: nodefile.NodeFileReader) -> list[tuple[TensorRow, memo
     """Return rank 0's buffers; [] if the small state is not a training's, which is then kept as it is."""
     small = reader.read_bytes(f"{nodefile.format_group_path(0)}/small")
     with suppress(ValueError):
-        return small_state.buffers(small)
+        return small_state.list_buffers(small)
     return []
 
 

@@ -333,7 +333,7 @@ class NodeFileReader:
 
     def read_piece(self, manifest: ShardManifest, piece: Piece) -> bytearray:
         """Return the bytes of a tensor, or of this rank's box of it. Raises ValueError if they are damaged."""
-        data = bytearray(manifest.nbytes(piece))
+        data = bytearray(manifest.count_bytes(piece))
         path = format_tensor_path(manifest.rank, manifest, piece)
         self._read(self._file, path, memoryview(data), lambda _: None)
         self._check(path, data)

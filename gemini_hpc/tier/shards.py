@@ -52,7 +52,7 @@ class ParsedSlot:
         for piece in sorted(self.manifest.pieces, key=lambda p: p.at):
             if piece.at < at:
                 raise ValueError(f"a piece of {self.manifest.rows[piece.row].key} overlaps the one before it")
-            at = piece.at + self.manifest.nbytes(piece)
+            at = piece.at + self.manifest.count_bytes(piece)
             yield Area(layout.tensor_offset + piece.at, layout.tensor_offset + at, piece)
         yield Area(layout.small_offset, self.header.used_bytes)
 

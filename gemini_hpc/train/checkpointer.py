@@ -421,7 +421,7 @@ class Checkpointer:
                 "stateful": sorted(tree.stateful),
                 "tied": dict(tree.aliases),
                 "own_tensors": len(capture.keys) if capture else 0,
-                "own_tensor_bytes": capture.manifest.tensor_bytes() if capture else 0,
+                "own_tensor_bytes": capture.manifest.count_tensor_bytes() if capture else 0,
                 "eager": dict(capture.eager_since) if capture else {},
                 "not_in_model": list(tree.outside),
             },

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 
-from gemini_hpc.config import ConfigError, Settings, load, own
+from gemini_hpc.config import ConfigError, Settings, build_own_settings, load
 from gemini_hpc.wire import credentials, keyed
 
 UNNAMED = "cluster"
@@ -96,4 +96,4 @@ def load_settings(job: int, config: str) -> Settings:
     if key is None:
         return load(config)
     adopt(job, key)
-    return own()
+    return build_own_settings()

@@ -282,7 +282,7 @@ class Takeover(msgspec.Struct, frozen=True):
 
     Attributes:
         ports: Ports of the predecessor's agents, by host.
-        stamps: The predecessor's stamp of each training's chosen version (here: `recovery_plan.inherited`).
+        stamps: The predecessor's stamp of each training's chosen version (here: `recovery_plan.inherit_stamp`).
         lost: Reason why not every version, or none, is taken over.
     """
 
@@ -294,7 +294,7 @@ class Takeover(msgspec.Struct, frozen=True):
     def find_origin(self, name: str, stamp: Stamp) -> Stamp | None:
         """Return the predecessor's stamp for this version of a training, or None if not taken over."""
         theirs = self.stamps.get(name)
-        return theirs if theirs is not None and recovery_plan.inherited(theirs) == stamp else None
+        return theirs if theirs is not None and recovery_plan.inherit_stamp(theirs) == stamp else None
 
 
 class PlanDown(Message, frozen=True, tag="plan"):

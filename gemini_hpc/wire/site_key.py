@@ -28,7 +28,7 @@ _KEY = struct.Struct(f">Q{keyed.KEY_BYTES}s")
 
 def read(settings: Settings) -> bytes:
     """Return the site's key, as root or SlurmUser. Raises `KeyFileError`."""
-    return keyed.read_key(KEY_PATH, 0, *settings.slurm_uids())
+    return keyed.read_key(KEY_PATH, 0, *settings.list_slurm_uids())
 
 
 def build_site_key(settings: Settings, uid: int) -> keyed.SiteKey:
@@ -42,7 +42,7 @@ def build_site_key(settings: Settings, uid: int) -> keyed.SiteKey:
         KeyFileError: The key file cannot be used.
         ConfigError: The SlurmUser is unknown here.
     """
-    return keyed.SiteKey(read(settings), settings.cluster_name, settings.slurm_uid(), uid)
+    return keyed.SiteKey(read(settings), settings.cluster_name, settings.find_slurm_uid(), uid)
 
 
 def adopt(settings: Settings) -> None:
@@ -51,7 +51,7 @@ def adopt(settings: Settings) -> None:
         return
     uid = os.geteuid()
     try:
-        slurm_uid = settings.slurm_uid()
+        slurm_uid = settings.find_slurm_uid()
         if uid == 0 or (uid == slurm_uid and os.access(KEY_PATH, os.R_OK)):
             credentials.use(build_site_key(settings, uid))
         else:

@@ -12,7 +12,7 @@ import pytest
 from gemini_hpc.agent.peers import round_plan
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.sequence import Closed, Closing, merged
+from gemini_hpc.core.sequence import Closed, Closing, merge_closed
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import version
 from gemini_hpc.tier.errors import TierFailed
@@ -79,7 +79,7 @@ class Host:
         return self.known
 
     def learn_closings(self, found: Iterable[Closed], parts: Iterable[Closing]) -> tuple[Closed, ...]:
-        return merged(found, parts)
+        return merge_closed(found, parts)
 
     def store_round_begin(self, number: int, step: str) -> None:
         pass

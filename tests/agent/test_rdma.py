@@ -116,7 +116,7 @@ class Pair:
         window.close()  # as `PushReceiver._await_writes`
         found = self.held[index].digest(used)
         if not arrived or found != wanted:
-            self.slots.void(index)
+            self.slots.empty_slot(index)
             return False
         self.slots.complete(index, stamp, found, used)
         self.sealed = stamp

@@ -11,7 +11,7 @@ import pytest
 from gemini_hpc.agent.tier import save_events as events
 from gemini_hpc.agent.tier.save_rules import AGAIN_S, FLUSH_TRIES, GATHER_S, SaveRules
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.tier_interval import automatic_s
+from gemini_hpc.core.tier_interval import choose_interval_s
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -257,7 +257,7 @@ def test_an_automatic_interval_follows_from_the_last_saves() -> None:
     assert saves.compute_duration_s(SET) is None and saves.compute_interval_s(SET, 600.0, 20.0) == 600.0
     assert saves.compute_interval_s(SET, 600.0, None) == 600.0
     saved(saves, order, facts, 20.0)
-    every_s = automatic_s(20.0, 20.0)
+    every_s = choose_interval_s(20.0, 20.0)
     assert saves.compute_duration_s(SET) == 20.0 and saves.compute_interval_s(
         SET, 600.0, 20.0
     ) == every_s == pytest.approx(41.57, abs=0.01)
@@ -273,7 +273,9 @@ def test_an_automatic_interval_follows_from_the_last_saves() -> None:
         assert isinstance(order, events.Order)
         saved(saves, order, facts, now + 5.0)
         every_s, version = saves.compute_interval_s(SET, 600.0, 20.0), version + 1
-    assert saves.compute_duration_s(SET) == 5.0 and every_s == automatic_s(5.0, 20.0) < automatic_s(20.0, 20.0)
+    assert saves.compute_duration_s(SET) == 5.0 and every_s == choose_interval_s(5.0, 20.0) < choose_interval_s(
+        20.0, 20.0
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.peers.round_plan import PredecessorState, take_over
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.placement import list_holders
-from gemini_hpc.core.recovery_plan import first_epoch
+from gemini_hpc.core.recovery_plan import compute_first_epoch
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.tier.version import VersionManifest
@@ -51,7 +51,7 @@ def left(stamps: Iterable[Stamp] = (OLD, NEW), hosts: Iterable[str] = HOSTS) -> 
 
 def empty(hosts: tuple[str, ...] = HOSTS, rejected: tuple[Rejection, ...] = ()) -> peer.PlanDown:
     ranks = {host: rank for rank, host in enumerate(hosts)}
-    return peer.PlanDown(1, "", first_epoch(0), ranks, "", {}, (), (), rejected=rejected)
+    return peer.PlanDown(1, "", compute_first_epoch(0), ranks, "", {}, (), (), rejected=rejected)
 
 
 def taken(
@@ -70,7 +70,7 @@ def test_every_holder_pulls_its_copies_from_its_own_node_first() -> None:
     plan = taken(left())
     (found,) = plan.trainings
     assert (found.chosen, found.keep, found.sealed, found.world) == (Stamp(0, 8), (Stamp(0, 8),), None, 3)
-    assert plan.epoch == first_epoch(0) > 0, "above what was taken over"
+    assert plan.epoch == compute_first_epoch(0) > 0, "above what was taken over"
     assert plan.takeover is not None
     assert (plan.takeover.job, plan.takeover.stamps, plan.takeover.lost) == (17, {"default": NEW}, "")
     assert plan.takeover.ports == {"n0": 17000, "n1": 17001, "n2": 17002}

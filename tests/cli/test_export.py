@@ -49,7 +49,7 @@ Told = pytest.CaptureFixture[str]
 def shard(manifest: ShardManifest, fill: Callable[[memoryview], object], small: bytes, stamp: Stamp) -> ParsedSlot:
     """A complete slot. fill: writes its tensor area."""
     packed = shard_manifest.pack(manifest)
-    layout = SlotLayout.plan(len(packed), manifest.tensor_bytes(), len(small))
+    layout = SlotLayout.plan(len(packed), manifest.count_tensor_bytes(), len(small))
     memory = memoryview(bytearray(layout.total))
     memory[:4096] = pack_header(layout, len(small), stamp, manifest.rank, manifest.world)
     memory[layout.manifest_offset : layout.manifest_offset + len(packed)] = packed

@@ -21,7 +21,7 @@ from gemini_hpc.agent.replicas.memory import Budget, NoMemory
 from gemini_hpc.cli import own_agents, sendback
 from gemini_hpc.cli import run as verb
 from gemini_hpc.client.agent_connection import ask_verdict
-from gemini_hpc.config import own
+from gemini_hpc.config import build_own_settings
 from gemini_hpc.launch.signals import SENT
 from gemini_hpc.node import ask_agent
 from gemini_hpc.wire import keyed, local, own_key
@@ -281,7 +281,7 @@ def test_a_lost_node_ends_the_step_unless_a_spare_takes_its_place(
 
 
 def test_a_job_whose_memory_is_short_is_told_what_raises_it() -> None:
-    budget = Budget(own(), 10 << 20, "50% of the job's memory")
+    budget = Budget(build_own_settings(), 10 << 20, "50% of the job's memory")
     with pytest.raises(
         NoMemory, match=r"may take 10 MiB \(50% of the job's memory\); more memory .* \(--mem\) raises it"
     ):

@@ -142,7 +142,7 @@ async def dial(host: str) -> Link:
 
 async def reached() -> Link:
     while True:
-        for host in SETTINGS.controller_hosts():
+        for host in SETTINGS.list_controller_hosts():
             with suppress(OSError, HandshakeError, TimeoutError):
                 link = await dial(host)
                 port = list_candidates(SETTINGS, JOB)[0]

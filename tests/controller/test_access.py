@@ -14,7 +14,7 @@ import pytest
 
 from gemini_hpc import operators
 from gemini_hpc.controller.access import Accounting
-from gemini_hpc.operators import Operators, listed
+from gemini_hpc.operators import Operators, is_listed
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.text import parse_admin_level, parse_config
 
@@ -42,17 +42,17 @@ def test_names_and_groups() -> None:
     ]
     for case in cases:
         entries, yes = case
-        assert listed(GAMES.pw_uid, entries) is yes, case
+        assert is_listed(GAMES.pw_uid, entries) is yes, case
 
 
 def test_supplementary_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: [gid, 4242] if name == "games" else [gid])
-    assert listed(GAMES.pw_uid, ("@4242",)) and not listed(DAEMON.pw_uid, ("@4242",))
+    assert is_listed(GAMES.pw_uid, ("@4242",)) and not is_listed(DAEMON.pw_uid, ("@4242",))
 
 
 def test_unknown_uids() -> None:
-    assert not listed(61999, ("root", "@root")) and listed(61999, ("61999",))
-    assert not listed(2**32 - 1, ("root",)) and not listed(2**70, ("@root",))
+    assert not is_listed(61999, ("root", "@root")) and is_listed(61999, ("61999",))
+    assert not is_listed(2**32 - 1, ("root",)) and not is_listed(2**70, ("@root",))
 
 
 def ask(who: Operators, *uids: int) -> list[bool]:
@@ -76,7 +76,7 @@ def test_answers_are_kept_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.05)
         return uid == 7
 
-    monkeypatch.setattr(operators, "listed", slow)
+    monkeypatch.setattr(operators, "is_listed", slow)
     who = Operators(("x",), ())
 
     async def run() -> list[bool]:
@@ -95,7 +95,7 @@ def test_name_service_that_hangs_lets_nobody_in(monkeypatch: pytest.MonkeyPatch)
         time.sleep(3)
         return True
 
-    monkeypatch.setattr(operators, "listed", late)
+    monkeypatch.setattr(operators, "is_listed", late)
     who, began = Operators(("games",), ()), time.monotonic()
     assert ask(who, *range(100, 120)) == [False] * 20
     assert ask(who, *range(100, 120)) == [False] * 20
@@ -110,7 +110,7 @@ def test_lookup_that_fails_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> No
         def fail(*_: object, error: Exception = error) -> bool:
             raise error
 
-        monkeypatch.setattr(operators, "listed", fail)
+        monkeypatch.setattr(operators, "is_listed", fail)
         assert ask(Operators(("games",), ()), GAMES.pw_uid) == [False], error
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.config import Settings, program_problem
+from gemini_hpc.config import Settings, find_program_problem
 from gemini_hpc.controller import alert
 from gemini_hpc.controller.alert import Alerts
 from gemini_hpc.controller.journal import Journal
@@ -80,25 +80,25 @@ def alive(pid: int) -> bool:
 @pytest.mark.slow
 def test_what_is_not_run(tmp_path: Path) -> None:
     good = program(tmp_path, "true")
-    assert program_problem(str(good)) == ""
-    assert "absolute" in program_problem("program")
-    assert program_problem(str(tmp_path / "nowhere"))
-    assert program_problem(str(tmp_path))
+    assert find_program_problem(str(good)) == ""
+    assert "absolute" in find_program_problem("program")
+    assert find_program_problem(str(tmp_path / "nowhere"))
+    assert find_program_problem(str(tmp_path))
     for mode in (0o775, 0o757, 0o644):
         good.chmod(mode)
-        assert program_problem(str(good)), oct(mode)
+        assert find_program_problem(str(good)), oct(mode)
     good.chmod(0o755)
     os.chown(good, 5001, 5001)
-    assert "root" in program_problem(str(good))
+    assert "root" in find_program_problem(str(good))
     os.chown(good, 0, 0)
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o777)
     good.rename(other := shared / "true")
-    assert "in its place" in program_problem(str(other)) and str(shared) in program_problem(str(other))
+    assert "in its place" in find_program_problem(str(other)) and str(shared) in find_program_problem(str(other))
     (link := tmp_path / "link").symlink_to(other)
-    assert "in its place" in program_problem(str(link))
+    assert "in its place" in find_program_problem(str(link))
     shared.chmod(0o1777)
-    assert program_problem(str(other)) == ""
+    assert find_program_problem(str(other)) == ""
 
 
 def test_one_that_is_not_fit_is_logged_and_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from gemini_hpc.controller.journal import NODES, Journal
 from gemini_hpc.core.domains import Separation, Shared
 from gemini_hpc.core.placement import compute_recovery_probability, list_holders
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.survival import survival
+from gemini_hpc.core.survival import compute_survival
 from gemini_hpc.query.inspect_document import build_inspect_document, list_recoveries
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState, TrainingState
 from gemini_hpc.wire.sanitize import MAX_DETAIL
@@ -41,7 +41,7 @@ NOW = 1000.0
 )
 def test_survival_is_what_counting_all_losses_gives(job: tuple[list[str], list[frozenset[str]]]) -> None:
     nodes, shards = job
-    found = survival(nodes, shards)
+    found = compute_survival(nodes, shards)
     for k, share in enumerate(found.probability, 1):
         losses = [set(c) for c in combinations(nodes, k)]
         good = sum(all(s - lost for s in shards) for lost in losses)
@@ -55,7 +55,7 @@ def test_survival_of_the_planned_placement_is_the_papers() -> None:
     for n, m in ((4, 2), (5, 2), (8, 2), (9, 3), (16, 2), (200, 2)):
         names = [f"n{i}" for i in range(n)]
         shards = [frozenset(names[h] for h in list_holders(rank, n, m)) for rank in range(n)]
-        for k, share in enumerate(survival(names, shards).probability, 1):
+        for k, share in enumerate(compute_survival(names, shards).probability, 1):
             assert abs(share - compute_recovery_probability(n, m, k)) < 1e-9
 
 

@@ -20,10 +20,10 @@ from typing import NamedTuple
 from gemini_hpc.core.copy import Copy as CopyInfo
 from gemini_hpc.core.copy import Member
 from gemini_hpc.core.placement import list_holders, list_homes
-from gemini_hpc.core.recovery_plan import Inventory, choose, plan
+from gemini_hpc.core.recovery_plan import Inventory, choose_stamp, plan
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Refused, Slot, SlotPair, Stamp
-from gemini_hpc.core.votes import Decision, Root, Vote, merge, vote_of
+from gemini_hpc.core.votes import Decision, Root, Vote, build_vote, merge
 
 Pair = tuple[tuple[str, int], tuple[str, int], int]  # both slots in order, and the version last begun
 Versions = tuple[int, ...]
@@ -269,13 +269,13 @@ def _made(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> i
                 if name == "complete"
             )
             inventories[host] = Inventory(host, noderanks, 0, copies, 0)
-    found = plan(inventories, [*inventories, "new"], m, parity=1).training_plan("")
+    found = plan(inventories, [*inventories, "new"], m, parity=1).find_training_plan("")
     return found.chosen.version if found is not None and found.chosen is not None else None
 
 
 @cache
 def _chosen(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> int | None:
-    stamp = choose(
+    stamp = choose_stamp(
         CopyInfo("", rank, N, rank, 0, 0, Stamp(0, version), "")
         for node in range(N)
         if node != failed
@@ -335,7 +335,7 @@ def _complete(pair: Pair) -> Pair | None:
 
 @cache
 def _ballot(pairs: tuple[Pair, ...], sealed: int) -> Ballot:
-    vote = vote_of([_production(pair) for pair in pairs], expected=len(pairs))
+    vote = build_vote([_production(pair) for pair in pairs], expected=len(pairs))
     assert vote.floor is not None
     floor = max(sealed, vote.floor.version)
     return Ballot(_versions(vote.complete, sealed), _versions(vote.seen, sealed), floor, _versions(vote.kept, sealed))
@@ -362,7 +362,7 @@ def _ask_root(ballots: tuple[Ballot, ...]) -> Decision:
     root = Root(["root", "others"])
     root.update("root", _vote(ballots[0]))
     root.update("others", merge(map(_vote, ballots[1:])))
-    return root.decision()
+    return root.decide()
 
 
 def _normal(state: State) -> State:

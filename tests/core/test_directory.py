@@ -16,7 +16,7 @@ GOOD = ShardManifest(0, 1, (ROW,), (Piece(0, (2, 0), (2, 3), 64),))
 
 def test_round_trip() -> None:
     assert unpack(pack(GOOD), 128) == GOOD
-    assert GOOD.tensor_bytes() == 64 + 24
+    assert GOOD.count_tensor_bytes() == 64 + 24
 
 
 def test_pieces_outside_are_refused() -> None:

@@ -19,7 +19,7 @@ from gemini_hpc.core.moments import (
 )
 from gemini_hpc.core.recovery_plan import Inventory, plan
 from gemini_hpc.core.slots import Slot, SlotPair, Stamp
-from gemini_hpc.core.votes import Decision, Marks, Root, Vote, merge, vote_of
+from gemini_hpc.core.votes import Decision, Marks, Root, Vote, build_vote, merge
 
 WORLD = 8
 
@@ -72,19 +72,19 @@ def pair(version: int, mark: int) -> SlotPair:
 def votes(version: int, *marks: int) -> list[Vote]:
     """Return the votes of agents with one rank each, which keep the next one's shard as well."""
     pairs = [pair(version, mark) for mark in marks]
-    return [vote_of([own, pairs[i - 1]], own=[own]) for i, own in enumerate(pairs)]
+    return [build_vote([own, pairs[i - 1]], own=[own]) for i, own in enumerate(pairs)]
 
 
 def test_a_version_that_ranks_do_not_mean_alike_is_void() -> None:
     root, seven, eight = Root("ab"), Stamp(0, 7), Stamp(0, 8)
     for member, vote in zip("ab", votes(7, 5, MODULUS - 4), strict=True):
         root.update(member, vote, 2)
-    assert root.decision() == Decision(None, frozenset({seven}), seven)
+    assert root.decide() == Decision(None, frozenset({seven}), seven)
     root.explain("they differ")
-    assert root.decision().why == "they differ"
+    assert root.decide().why == "they differ"
     for member, vote in zip("ab", votes(8, 5, MODULUS - 5), strict=True):
         root.update(member, vote, 2)
-    assert root.decision() == Decision(eight), "ranks that agree again are protected again"
+    assert root.decide() == Decision(eight), "ranks that agree again are protected again"
 
 
 def test_each_shard_counts_once() -> None:
@@ -98,8 +98,8 @@ def test_a_void_version_is_abandoned_before_its_copies_are_there() -> None:
     """Copies that are filled from other ranks' tensors cannot become complete: the tensors differ."""
     root, seven = Root(["job"]), Stamp(0, 7)
     homes = [pair(7, 5), pair(7, 6)]
-    root.update("job", vote_of([*homes, SlotPair([Slot("filling", seven), Slot()], high=seven)], own=homes), 2)
-    assert root.decision() == Decision(None, frozenset({seven}), seven)
+    root.update("job", build_vote([*homes, SlotPair([Slot("filling", seven), Slot()], high=seven)], own=homes), 2)
+    assert root.decide() == Decision(None, frozenset({seven}), seven)
 
 
 def test_agents_of_an_earlier_release_are_believed() -> None:

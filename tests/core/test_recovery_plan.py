@@ -10,7 +10,14 @@ from msgspec import structs
 
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.placement import AS_RANKED, PlacementOrder, can_survive, list_holders
-from gemini_hpc.core.recovery_plan import Inventory, TrainingPlan, choose, first_epoch, inherited, plan
+from gemini_hpc.core.recovery_plan import (
+    Inventory,
+    TrainingPlan,
+    choose_stamp,
+    compute_first_epoch,
+    inherit_stamp,
+    plan,
+)
 from gemini_hpc.core.slots import Stamp
 
 HOSTS = ["n0", "n1", "n2", "n3"]
@@ -49,7 +56,7 @@ def without(inventory: Inventory, rank: int, stamp: Stamp) -> Inventory:
 
 
 def the_set(inventories: dict[str, Inventory], hosts: list[str] = HOSTS, m: int = 2) -> TrainingPlan:
-    found = plan(inventories, hosts, m).training_plan("")
+    found = plan(inventories, hosts, m).find_training_plan("")
     assert found is not None
     return found
 
@@ -60,7 +67,7 @@ def test_a_replacement_pulls_its_own_shard_and_its_peers() -> None:
     made = plan(inventories, ["new", "n0", "n2", "n3"], 2)
     assert made.noderanks == {"n0": 0, "new": 1, "n2": 2, "n3": 3}
     assert (made.epoch, made.gone, made.survivable, made.warnings) == (1, ("n1",), True, ())
-    found = made.training_plan("")
+    found = made.find_training_plan("")
     assert found is not None
     assert (found.outcome, found.chosen, found.world, found.keep, found.sealed) == ("chosen", FIVE, 4, (FIVE,), FIVE)
     assert [shard.rank for shard in found.shards] == [0, 1, 2, 3]
@@ -85,9 +92,9 @@ def test_an_epoch_that_nobody_remembers_is_not_used_again() -> None:
     """All nodes of an incarnation are lost: the next one's epochs are above all that it can have used."""
     inventories, epoch = job(), 0
     for _ in range(20):  # rounds of the incarnation that is lost
-        epoch = plan(inventories, HOSTS, 2, min_epoch=first_epoch(3)).epoch
+        epoch = plan(inventories, HOSTS, 2, min_epoch=compute_first_epoch(3)).epoch
         inventories = {host: replace(inventory, max_epoch=epoch) for host, inventory in inventories.items()}
-    assert plan({}, HOSTS, 2, min_epoch=first_epoch(4)).epoch > epoch > first_epoch(3)
+    assert plan({}, HOSTS, 2, min_epoch=compute_first_epoch(4)).epoch > epoch > compute_first_epoch(3)
 
 
 def test_the_highest_version_that_is_whole_is_chosen() -> None:
@@ -151,7 +158,7 @@ def test_lost_shards_are_named_with_their_holders() -> None:
     del inventories["n0"], inventories["n1"]
     inventories["n2"] = replace(inventories["n2"], copies=(*inventories["n2"].copies, copy(0, Stamp(0, 3))))
     made = plan(inventories, ["n2", "n3", "a", "b"], 2)
-    found = made.training_plan("")
+    found = made.find_training_plan("")
     assert found is not None
     assert (found.outcome, found.chosen, made.survivable, made.gone) == ("lost", None, False, ("n0", "n1"))
     assert [shard.rank for shard in found.lost] == [0, 1]
@@ -177,7 +184,7 @@ def test_a_digest_that_fewer_hosts_have_is_not_used() -> None:
         inventories[host] = replace(inventories[host], copies=(copy(0, world=3, digest=digest), *others))
     hosts = HOSTS[:3]
     made = plan(inventories, hosts, 3)
-    found = made.training_plan("")
+    found = made.find_training_plan("")
     assert found is not None
     assert found.shards[0].digest == "good"
     assert [(pull.dest_host, pull.shard.digest) for pull in found.pulls] == [("n0", "good")]
@@ -186,7 +193,7 @@ def test_a_digest_that_fewer_hosts_have_is_not_used() -> None:
         "training '': digests of shard 0 at version 0.5 differ: using that of n1, n2, not of n0",
     )
     inventories["n2"] = without(inventories["n2"], 0, FIVE)
-    tied = plan(inventories, hosts, 3).training_plan("")
+    tied = plan(inventories, hosts, 3).find_training_plan("")
     assert tied is not None
     assert tied.shards[0].digest == "bad"  # one against one: the home node's
 
@@ -212,7 +219,7 @@ def test_what_cannot_be_is_ignored_and_said() -> None:
     ]
     inventories["n0"] = replace(inventories["n0"], copies=(*inventories["n0"].copies, *hostile))
     made = plan(inventories, HOSTS, 2)
-    found = made.training_plan("")
+    found = made.find_training_plan("")
     assert found is not None
     assert found.chosen == FIVE
     assert len(made.warnings) == 3
@@ -260,7 +267,7 @@ def test_within_the_promise_everything_comes_back(size: tuple[int, int], data: s
         del inventories[f"n{node}"]
     hosts = data.draw(st.permutations([f"n{node}" if node not in failed else f"new{node}" for node in range(N)]))
     made = plan(inventories, hosts, m)
-    found = made.training_plan("")
+    found = made.find_training_plan("")
     if failed == set(range(N)):
         assert found is None  # nobody is left who knows that there was something
         return
@@ -282,13 +289,13 @@ def test_within_the_promise_everything_comes_back(size: tuple[int, int], data: s
 @given(st.lists(st.builds(copy, st.integers(0, 3), st.sampled_from([FIVE, SIX, Stamp(1, 1)]))))
 def test_choose_needs_every_rank(copies: list[Copy]) -> None:
     whole = [s for s in (FIVE, SIX, Stamp(1, 1)) if {c.rank for c in copies if c.stamp == s} == set(range(4))]
-    assert choose(copies) == max(whole, default=None)
+    assert choose_stamp(copies) == max(whole, default=None)
 
 
 def test_copies_of_another_jobs_agents_are_pulled_even_where_they_are() -> None:
     """A host that has one has it in another agent's memory; its own node goes first."""
     made = plan(job(), HOSTS, 2, foreign=True)
-    found = made.training_plan("")
+    found = made.find_training_plan("")
     assert found is not None and made.noderanks == {f"n{node}": node for node in range(4)}
     assert {(pull.dest_host, pull.shard.rank) for pull in found.pulls} == {
         (f"n{holder}", rank) for rank in range(4) for holder in list_holders(rank, 4, 2)
@@ -305,7 +312,7 @@ def test_another_job_does_not_say_how_many_nodes_train() -> None:
 
 
 def test_what_is_inherited_is_below_all_that_a_job_makes() -> None:
-    assert inherited(Stamp(900, 7)) == Stamp(0, 7) < Stamp(first_epoch(0), 1)
+    assert inherit_stamp(Stamp(900, 7)) == Stamp(0, 7) < Stamp(compute_first_epoch(0), 1)
 
 
 # ---- failure domains --------------------------------------------------------------------------------------
@@ -328,7 +335,7 @@ def test_a_rack_is_lost_and_its_replacements_take_its_places() -> None:
         made = plan(inventories, ["n0", "n1", "new", "newer"], 2, by_host=known)
         assert (made.order, made.survivable) == (APART, True), known
         assert made.noderanks == {"n0": 0, "n1": 1, "new": 2, "newer": 3}, known
-        found = made.training_plan("")
+        found = made.find_training_plan("")
         assert found is not None and found.chosen == FIVE, known
         assert {(pull.dest_host, pull.shard.rank, pull.sources) for pull in found.pulls} == {
             ("new", 0, ("n0",)),
@@ -352,7 +359,7 @@ def test_with_fewer_nodes_racks_are_kept_apart_anew() -> None:
     inventories = job(order=APART)
     del inventories["n3"]
     made = plan(inventories, ["n0", "n1", "n2"], 2, by_host=RACKS)
-    found = made.training_plan("")
+    found = made.find_training_plan("")
     assert made.order is AS_RANKED and found is not None and found.chosen == FIVE
 
 
@@ -362,7 +369,7 @@ def test_who_lost_two_nodes_of_a_group_is_told_who_its_holders_were() -> None:
     n1 = inventories["n1"]
     inventories["n1"] = replace(n1, copies=(*n1.copies, copy(0, Stamp(0, 4))))
     made = plan(inventories, ["n1", "n3", "x", "y"], 2, by_host=RACKS)
-    found = made.training_plan("")
+    found = made.find_training_plan("")
     assert found is not None and not made.survivable and found.outcome == "lost"
     assert "its holders were n0 (gone), n2 (gone)" in found.lost[0].reason
 
@@ -388,7 +395,7 @@ def test_in_any_order_what_is_survivable_is_found(case: tuple[list[int], int, se
     made = plan(inventories, hosts, m)
     if not inventories:
         return
-    found = made.training_plan("")
+    found = made.find_training_plan("")
     assert found is not None and made.survivable == can_survive(N, m, failed, order)
     assert (found.outcome == "chosen") == made.survivable
     assert made.order == (order if len(hosts) == N else made.order)

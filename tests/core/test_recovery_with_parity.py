@@ -56,7 +56,7 @@ def job(
 
 
 def planned(inventories: dict[str, Inventory], hosts: list[str], n: int, blocks: int = 1) -> TrainingPlan:
-    found = plan(inventories, hosts, n, parity=blocks).training_plan("")
+    found = plan(inventories, hosts, n, parity=blocks).find_training_plan("")
     assert found is not None
     return found
 
@@ -127,7 +127,7 @@ def test_two_nodes_of_a_group_are_too_many_and_of_two_groups_are_not() -> None:
         made = plan(inventories, [*inventories, "x", "y"], 3, parity=1)
         survives = pair[0] // 3 != pair[1] // 3
         assert made.survivable == survives
-        found = made.training_plan("")
+        found = made.find_training_plan("")
         assert found is not None and (found.outcome == "chosen") == survives
         if not survives:
             assert {x.rank for x in found.lost} == set(pair)
@@ -160,7 +160,7 @@ def test_a_parity_of_more_members_than_can_be_is_left_out() -> None:
     copies = (shard(1, FIVE, 3), structs.replace(bad, of=many, world=400))
     inventories["n1"] = replace(inventories["n1"], copies=copies)
     found = plan(inventories, ["new", "n1", "n2"], 3, parity=1)
-    made = found.training_plan("")
+    made = found.find_training_plan("")
     assert made is None or made.outcome != "chosen"
     short = structs.replace(bad, of=bad.of[:1], blocks=2)
     inventories["n1"] = replace(inventories["n1"], copies=(shard(1, FIVE, 3), short))
@@ -194,11 +194,11 @@ def test_a_job_of_another_size_goes_on_with_parity_of_the_next_version() -> None
 
 
 def test_whole_copies_of_a_predecessor_are_taken_and_its_parity_is_not() -> None:
-    made = plan(job(3, 3), hosts(3), 3, parity=1, foreign=True).training_plan("")
+    made = plan(job(3, 3), hosts(3), 3, parity=1, foreign=True).find_training_plan("")
     assert made is not None and made.made == () and len(made.pulls) == 3
     left = job(3, 3)
     del left["n2"]
-    lost = plan(left, hosts(3), 3, parity=1, foreign=True).training_plan("")
+    lost = plan(left, hosts(3), 3, parity=1, foreign=True).find_training_plan("")
     assert lost is not None and lost.outcome != "chosen"
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from refusals import refusal
 
 from gemini_hpc.core import schedule
-from gemini_hpc.core.save_interval import LARGEST_J, Frequency, Need, OverheadController, choose
-from gemini_hpc.core.spans import Window, timeline
+from gemini_hpc.core.save_interval import LARGEST_J, Frequency, Need, OverheadController, choose_frequency
+from gemini_hpc.core.spans import Window, build_timeline
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def repeated_by_walking(j: int, s: int) -> int:
 def test_it_is_the_smallest_of_all(
     need: Linear, iteration_s: float, ceiling: float, spread: bool, largest: int
 ) -> None:
-    found = choose(need, iteration_s, ceiling=ceiling, spread=spread, largest=largest)
+    found = choose_frequency(need, iteration_s, ceiling=ceiling, spread=spread, largest=largest)
     expected = by_trying_all(need, iteration_s, ceiling, spread, largest)
     assert found.within == (expected is not None)
     assert found.overhead == max(0.0, need(found.s)) / (found.j * iteration_s)
@@ -85,7 +85,7 @@ def test_the_worst_case_is_what_happens(j: int, data: st.DataObject) -> None:
 
 @given(linear(), st.floats(0.1, 5), st.integers(1, 60), st.booleans())
 def test_a_forced_j_is_kept(need: Linear, iteration_s: float, j: int, spread: bool) -> None:
-    found = choose(need, iteration_s, forced=j, spread=spread)
+    found = choose_frequency(need, iteration_s, forced=j, spread=spread)
     assert found.j == j
     widest = j if spread else 1
     good = [s for s in range(1, widest + 1) if need(s) / (j * iteration_s) <= 0.01]
@@ -96,20 +96,22 @@ def test_a_forced_j_is_kept(need: Linear, iteration_s: float, j: int, spread: bo
 
 def test_examples_by_hand() -> None:
     fits = Linear(send_s=1.0, before_s=1.0, idle_s=2.0)
-    assert choose(fits, 5.0) == Frequency(j=1, s=1, overhead=0.0, repeated=1, within=True)
+    assert choose_frequency(fits, 5.0) == Frequency(j=1, s=1, overhead=0.0, repeated=1, within=True)
     # 3 s to send, 1 s before the gate, 2 s an iteration: two iterations take it all.
     spreads = Linear(send_s=3.0, before_s=1.0, idle_s=2.0)
-    assert choose(spreads, 5.0) == Frequency(j=2, s=2, overhead=0.0, repeated=3, within=True)
-    assert choose(spreads, 5.0, spread=False) == Frequency(j=40, s=1, overhead=0.01, repeated=40, within=True)
-    assert choose(spreads, 5.0, ceiling=0.5) == Frequency(j=1, s=1, overhead=0.4, repeated=1, within=True)
+    assert choose_frequency(spreads, 5.0) == Frequency(j=2, s=2, overhead=0.0, repeated=3, within=True)
+    assert choose_frequency(spreads, 5.0, spread=False) == Frequency(
+        j=40, s=1, overhead=0.01, repeated=40, within=True
+    )
+    assert choose_frequency(spreads, 5.0, ceiling=0.5) == Frequency(j=1, s=1, overhead=0.4, repeated=1, within=True)
 
 
 def test_the_capture_costs_the_same_whatever_s_is() -> None:
     fits = Linear(send_s=1.0, before_s=1.0, idle_s=2.0)
-    assert choose(fits, 5.0, own_s=0.2) == Frequency(j=4, s=1, overhead=0.01, repeated=4, within=True)
+    assert choose_frequency(fits, 5.0, own_s=0.2) == Frequency(j=4, s=1, overhead=0.01, repeated=4, within=True)
     spreads = Linear(send_s=3.0, before_s=1.0, idle_s=2.0)
-    assert choose(spreads, 5.0, own_s=0.2) == Frequency(j=4, s=2, overhead=0.01, repeated=5, within=True)
-    assert not choose(fits, 5.0, own_s=0.2, forced=1).within
+    assert choose_frequency(spreads, 5.0, own_s=0.2) == Frequency(j=4, s=2, overhead=0.01, repeated=5, within=True)
+    assert not choose_frequency(fits, 5.0, own_s=0.2, forced=1).within
 
 
 def test_a_very_slow_link_is_told_at_once() -> None:
@@ -119,12 +121,12 @@ def test_a_very_slow_link_is_told_at_once() -> None:
         asked.append(s)
         return 1e9
 
-    found = choose(hopeless, 1.0)
+    found = choose_frequency(hopeless, 1.0)
     assert found == Frequency(LARGEST_J, 1, 1e9 / LARGEST_J, LARGEST_J, within=False)
     assert len(asked) < 80
     barely = Linear(send_s=9_000.0, before_s=0.0, idle_s=0.9)
     start = time.perf_counter()
-    found = choose(barely, 1.0)
+    found = choose_frequency(barely, 1.0)
     assert time.perf_counter() - start < 0.2
     assert found.within
     assert 9_000 < found.j + 90 < 10_100
@@ -138,7 +140,7 @@ def test_the_impossible_is_told() -> None:
         (1.0, 0.01, None, 0, "every 0 iterations"),
     ):
         assert sentence in refusal(
-            ValueError, choose, lambda s: 0.0, iteration_s, ceiling=ceiling, forced=forced, largest=largest
+            ValueError, choose_frequency, lambda s: 0.0, iteration_s, ceiling=ceiling, forced=forced, largest=largest
         ), sentence
 
 
@@ -162,8 +164,8 @@ windows_ = st.lists(st.floats(0, 2), min_size=1, max_size=6).flatmap(
 def test_the_closed_form_is_what_the_plan_says(
     windows: list[Window], C: int, m: int, R: int, B: float, alpha: float, mu: float, s: int
 ) -> None:
-    need = Need.of(windows, C, m, R, 2, B, alpha, mu)
-    late_s = schedule.plan(timeline(windows, s).T, C, m, R, 2, B, alpha, mu).late_s
+    need = Need.from_windows(windows, C, m, R, 2, B, alpha, mu)
+    late_s = schedule.plan(build_timeline(windows, s).T, C, m, R, 2, B, alpha, mu).late_s
     tiny = 1e-6
     assert max(0.0, need(s)) >= late_s - tiny
     # Each replica ends in a chunk of its own; one more is begun where the idle time ends in a chunk.
@@ -196,7 +198,7 @@ def test_without_noise_it_finds_the_smallest(truth: Linear, hope: float, iterati
     planned = Linear(truth.send_s * hope, truth.before_s, truth.idle_s)
     controller = OverheadController(planned.signed, iteration_s, spread=spread)
     seen = run(controller, truth, 1200)
-    best = choose(truth, iteration_s, spread=spread)
+    best = choose_frequency(truth, iteration_s, spread=spread)
     last = seen[-1]
     if best.within:
         assert overhead(last, truth, iteration_s) <= 0.01 * (1 + 1e-9)
@@ -232,7 +234,7 @@ def test_under_noise_it_settles_near_the_smallest(
     planned = Linear(truth.send_s * hope, truth.before_s, truth.idle_s)
     controller = OverheadController(planned.signed, iteration_s, spread=spread)
     seen = run(controller, truth, 3000, lambda: noises[shape](generator, size))
-    best = choose(truth, iteration_s, spread=spread)
+    best = choose_frequency(truth, iteration_s, spread=spread)
     last = seen[-1]
     assert len(seen) <= 16
     # In seconds a cycle: above the ceiling by no more than the median of the latest samples is uncertain.
@@ -261,7 +263,7 @@ def test_noise_alone_raises_nothing() -> None:
             truth = Linear(send_s=1.0, before_s=1.0, idle_s=1.0)
             controller = OverheadController(truth.signed, 1.0)
             noise = partial(noises[shape], generator, size)
-            assert run(controller, truth, 10_000, noise) == [choose(truth, 1.0)], (shape, size)
+            assert run(controller, truth, 10_000, noise) == [choose_frequency(truth, 1.0)], (shape, size)
 
 
 def test_what_can_be_spread_is_spread_and_what_cannot_is_amortized() -> None:
@@ -317,7 +319,7 @@ class TestReplan:
         controller = self.settled()
         other = Linear(send_s=4.5, before_s=1.0, idle_s=1.0)
         found = controller.replan(other.signed, 1.0)
-        assert found == choose(other, 1.0)
+        assert found == choose_frequency(other, 1.0)
         assert run(controller, other, 200) == [found]
 
     def test_a_capture_is_planned_with_and_not_learnt(self) -> None:
@@ -348,6 +350,6 @@ class TestReplan:
         for plan in plans:
             controller.replan(plan.signed, iteration_s)
             found = run(controller, plan, 100)[-1]
-            best = choose(plan, iteration_s)
+            best = choose_frequency(plan, iteration_s)
             assert best.j <= found.j <= best.j + 1
             assert not best.within or overhead(found, plan, iteration_s) <= 0.01 * (1 + 1e-9)

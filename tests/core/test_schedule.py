@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from refusals import refusal
 
-from gemini_hpc.core.schedule import Partition, Plan, capacity, checkpoint_partition, plan, seconds
+from gemini_hpc.core.schedule import Partition, Plan, compute_capacity, compute_transfer_s, divide_checkpoint, plan
 
 # Powers of two and multiples of 1/1024: sums and products of these are exact, so that rules can be tested as such.
 exact_alpha = st.integers(0, 2048).map(lambda n: n / 1024)
@@ -86,14 +86,14 @@ def as_in_the_paper(
 
 @given(exact())
 def test_it_is_the_algorithm_of_the_paper(given_: dict[str, Any]) -> None:
-    ours = [(part.span, part.replica, part.size) for part in checkpoint_partition(**given_)]
+    ours = [(part.span, part.replica, part.size) for part in divide_checkpoint(**given_)]
     assert ours == as_in_the_paper(**given_)
 
 
 @given(st.one_of(exact(), rounded()))
 def test_every_replica_is_sent_whole_and_in_order(given_: dict[str, Any]) -> None:
     C, m = given_["C"], given_["m"]
-    partitions = checkpoint_partition(**given_)
+    partitions = divide_checkpoint(**given_)
     position = 0
     for part in partitions:
         assert (part.replica, part.offset) == divmod(position, C)
@@ -108,8 +108,8 @@ def test_every_replica_is_sent_whole_and_in_order(given_: dict[str, Any]) -> Non
 def test_only_the_last_span_is_overfilled(given_: dict[str, Any]) -> None:
     T, B, alpha, mu = given_["T"], given_["B"], given_["alpha"], given_["mu"]
     used = [0.0] * len(T)
-    for part in checkpoint_partition(**given_):
-        used[part.span] += seconds(part.size, B, alpha)
+    for part in divide_checkpoint(**given_):
+        used[part.span] += compute_transfer_s(part.size, B, alpha)
     assert all(used_s <= mu * t * (1 + 1e-12) + 1e-12 for used_s, t in zip(used[:-1], T[:-1], strict=True))
 
 
@@ -118,7 +118,9 @@ def test_a_span_has_no_room_left_while_anything_goes_to_a_later_one(given_: dict
     B, alpha = given_["B"], given_["alpha"]
     made = plan(**given_)
     for span in range(made.partitions[-1].span if made.partitions else 0):
-        rest = given_["mu"] * given_["T"][span] - sum(seconds(part.size, B, alpha) for part in made.chunks(span))
+        rest = given_["mu"] * given_["T"][span] - sum(
+            compute_transfer_s(part.size, B, alpha) for part in made.list_chunks(span)
+        )
         assert (rest - alpha) * B < 1
 
 
@@ -152,40 +154,40 @@ def test_with_rounding_it_is_a_few_bytes(given_: dict[str, Any], faster: float, 
 def test_a_plan_says_what_spills_and_how_late_that_is(given_: dict[str, Any]) -> None:
     T, B, alpha, mu = given_["T"], given_["B"], given_["alpha"], given_["mu"]
     made = plan(**given_)
-    assert list(made.partitions) == checkpoint_partition(**given_)
+    assert list(made.partitions) == divide_checkpoint(**given_)
     assert made.total_bytes == made.fitting_bytes + made.spilled_bytes == sum(part.size for part in made.partitions)
-    last = made.chunks(len(T) - 1)
+    last = made.list_chunks(len(T) - 1)
     assert 0 <= made.spilled_bytes <= sum(part.size for part in last)
-    needed = sum(seconds(part.size, B, alpha) for part in last)
+    needed = sum(compute_transfer_s(part.size, B, alpha) for part in last)
     assert made.late_s == pytest.approx(max(0.0, needed - mu * T[-1]), abs=1e-6, rel=1e-6)
     assert made.fits == (made.spilled_bytes == 0)
     # What fits is what Algorithm 2 would place if the last span were no longer than it is, with another after it.
-    longer = checkpoint_partition(**{**given_, "T": [*T, 0.0]})
+    longer = divide_checkpoint(**{**given_, "T": [*T, 0.0]})
     assert made.fitting_bytes == pytest.approx(sum(part.size for part in longer if part.span < len(T)), abs=2)
 
 
 @given(exact())
 def test_a_sender_may_send_up_to_its_span(given_: dict[str, Any]) -> None:
     made = plan(**given_)
-    assert [part for span in range(made.spans) for part in made.chunks(span)] == list(made.partitions)
+    assert [part for span in range(made.spans) for part in made.list_chunks(span)] == list(made.partitions)
     for span in range(made.spans):
-        assert all(part.span == span for part in made.chunks(span))
-        due = made.due(span)
+        assert all(part.span == span for part in made.list_chunks(span))
+        due = made.count_due(span)
         assert all(part.span <= span for part in made.partitions[:due])
         assert all(part.span > span for part in made.partitions[due:])
     with pytest.raises(ValueError, match="outside 0"):
-        made.chunks(made.spans)
+        made.list_chunks(made.spans)
     with pytest.raises(ValueError, match="outside 0"):
-        made.due(-1)
+        made.count_due(-1)
 
 
 @given(exact())
 def test_capacity_is_what_a_span_takes(given_: dict[str, Any]) -> None:
     t = given_["T"][0]
-    placed = checkpoint_partition(**{**given_, "T": [t, 0.0], "C": 10_000, "m": 2})
+    placed = divide_checkpoint(**{**given_, "T": [t, 0.0], "C": 10_000, "m": 2})
     sent = sum(part.size for part in placed if part.span == 0)
     assume(sent < 10_000)
-    room = capacity(t, *(given_[letter] for letter in ("R", "p", "B", "alpha", "mu")))
+    room = compute_capacity(t, *(given_[letter] for letter in ("R", "p", "B", "alpha", "mu")))
     assert sent == room
 
 
@@ -206,7 +208,7 @@ def test_an_example_by_hand() -> None:
 
 def test_a_last_span_without_end_takes_all() -> None:
     made = plan([0.0, inf], C=100, m=2, R=10, p=1, B=1, alpha=0, mu=0.5)
-    assert (made.fits, made.late_s, len(made.chunks(1))) == (True, 0.0, 10)
+    assert (made.fits, made.late_s, len(made.list_chunks(1))) == (True, 0.0, 10)
 
 
 @pytest.mark.parametrize("last_only", [True, False])
@@ -240,12 +242,12 @@ def test_the_impossible_is_told() -> None:
         ({"mu": 0.0}, "mu is 0.0"),
         ({"mu": 1.5}, "mu is 1.5"),
     ):
-        for function in (checkpoint_partition, plan):
+        for function in (divide_checkpoint, plan):
             function(**fine)
             assert sentence in refusal(ValueError, function, **{**fine, **changed}), (function, changed)
 
 
 def test_one_replica_or_nothing_to_send() -> None:
-    assert checkpoint_partition(**{**fine, "m": 1}) == []
-    assert checkpoint_partition(**{**fine, "C": 0}) == []
+    assert divide_checkpoint(**{**fine, "m": 1}) == []
+    assert divide_checkpoint(**{**fine, "C": 0}) == []
     assert plan(**{**fine, "m": 1}) == Plan((), 1, 0, 0, 0.0)

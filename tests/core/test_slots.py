@@ -18,13 +18,13 @@ def v(version: int, epoch: int = 0) -> Stamp:
 def pair_of(*contents: tuple[str, Stamp] | None) -> SlotPair:
     slots = [Slot() if content is None else Slot(content[0], content[1], "d", 1) for content in contents]  # type: ignore[arg-type]
     pair = SlotPair(slots)
-    pair.high = pair.newest()
+    pair.high = pair.find_newest()
     return pair
 
 
 def begin(pair: SlotPair, stamp: Stamp, sealed: Stamp | None = None, abandoned: frozenset[Stamp] = NONE) -> int:
     """As an agent does it that has voted for everything that is complete."""
-    return pair.begin_version(stamp, sealed, abandoned, voted=pair.complete_stamps())
+    return pair.begin_version(stamp, sealed, abandoned, voted=pair.list_complete_stamps())
 
 
 def test_a_life_of_three_versions() -> None:
@@ -38,8 +38,8 @@ def test_a_life_of_three_versions() -> None:
     with pytest.raises(Refused, match=r"0\.2 is complete and reported, but not yet sealed or abandoned"):
         begin(pair, v(3), sealed=v(1))
     assert begin(pair, v(3), sealed=v(2)) == 0
-    assert pair.complete_stamps() == {v(2)}
-    assert (pair.newest(), pair.find(v(3)), pair.find(v(1))) == (v(3), 0, None)
+    assert pair.list_complete_stamps() == {v(2)}
+    assert (pair.find_newest(), pair.find(v(3)), pair.find(v(1))) == (v(3), 0, None)
     assert pair.slots[1] == Slot("complete", v(2), "two", 20)
 
 
@@ -80,13 +80,13 @@ def test_a_restored_version_is_left_alone_until_it_is_overtaken() -> None:
     assert begin(copy.deepcopy(pair), v(7, 1), sealed=v(6, 1)) == 0
     assert begin(copy.deepcopy(pair), v(7, 1), abandoned=frozenset({v(5)})) == 0
     pair.complete(0, v(5), "restored", 1)
-    assert pair.complete_stamps() == {v(5), v(6, 1)}
+    assert pair.list_complete_stamps() == {v(5), v(6, 1)}
 
 
 def test_nothing_goes_back() -> None:
     pair = pair_of(("complete", v(4)), None)
     begin(pair, v(6))
-    pair.void_filling()
+    pair.empty_filling()
     with pytest.raises(Refused, match=r"0\.5 is older than 0\.6, which was already begun"):
         begin(pair, v(5))
     assert begin(pair, v(6)) == 1  # the same version may be tried again
@@ -97,13 +97,13 @@ def test_nothing_goes_back() -> None:
 
 def test_recovery_keeps_what_the_plan_says() -> None:
     pair = pair_of(("complete", v(5)), ("complete", v(6)))
-    assert pair.void_except(v(6), v(5)) == ()
-    assert pair.void_except(v(5)) == (v(6),)
+    assert pair.empty_except(v(6), v(5)) == ()
+    assert pair.empty_except(v(5)) == (v(6),)
     assert begin(pair, v(5 + 1, epoch=1)) == 1
-    assert pair.void_except(v(5)) == (v(6, 1),)
+    assert pair.empty_except(v(5)) == (v(6, 1),)
     assert pair.high == v(5)
     half = pair_of(("filling", v(5)), ("complete", v(4)))
-    assert half.void_except(v(5)) == (v(5), v(4))  # half a copy of the chosen version is no copy
+    assert half.empty_except(v(5)) == (v(5), v(4))  # half a copy of the chosen version is no copy
     assert begin(half, v(5)) == 0
 
 
@@ -138,7 +138,7 @@ def test_whatever_is_asked(
     recycled, other = before.slots[index], before.slots[1 - index]
     assert pair.slots[index] == Slot("filling", stamp)
     assert pair.slots[1 - index] == other
-    assert all(held < stamp for held in before.complete_stamps())
+    assert all(held < stamp for held in before.list_complete_stamps())
     if recycled.state == "complete":
         assert recycled.stamp is not None and other.stamp is not None
         assert other.state == "complete"
@@ -163,5 +163,5 @@ def test_what_the_writer_skips_is_not_begun_any_more() -> None:
     begin(pair, v(6))
     pair.pass_over(v(6))
     assert pair.passed == v(5), "what is being filled is not skipped"
-    pair.void_except()
+    pair.empty_except()
     assert pair.floor is None

@@ -21,16 +21,16 @@ from gemini_hpc.core.spans import (
     Timeline,
     Trace,
     Window,
-    capped,
-    common,
-    drifted,
-    idle,
+    add_lag,
+    build_timeline,
+    cap_windows,
+    describe_drift,
+    find_gaps,
+    hash_pattern,
     intersect,
-    joined,
-    pattern,
+    intersect_intervals,
+    join_intervals,
     summarize,
-    timeline,
-    waiting,
 )
 
 UNIT = 1 / 1024  # times are multiples of it, so that they add up exactly
@@ -70,7 +70,7 @@ def steady(idle_s: list[float], busy_s: list[float], gate_after: int) -> Trace:
 class TestIdle:
     @given(traces())
     def test_a_moment_is_in_a_gap_if_and_only_if_nothing_runs(self, trace: Trace) -> None:
-        gaps = idle(trace)
+        gaps = find_gaps(trace)
         carried = max([0.0, *(op.end_s - trace.length_s for op in trace.ops)])
         for tick in range(round(trace.length_s / UNIT)):
             now = (tick + 0.5) * UNIT
@@ -83,7 +83,7 @@ class TestIdle:
 
     @given(traces())
     def test_there_is_one_for_each_number_of_ops_and_two_at_the_gate(self, trace: Trace) -> None:
-        gaps = idle(trace)
+        gaps = find_gaps(trace)
         before = [gap.after for gap in gaps if gap.before_gate]
         after = [gap.after for gap in gaps if not gap.before_gate]
         assert before == list(range(before[-1] + 1))
@@ -95,7 +95,7 @@ class TestIdle:
 
     def test_an_example_by_hand(self) -> None:
         ops = (Op(1, 8, 1.0, 4.0), Op(2, 8, 2.0, 3.0), Op(3, 8, 6.0, 11.0))
-        assert idle(Trace(0.0, 10.0, 5.0, ops)) == [
+        assert find_gaps(Trace(0.0, 10.0, 5.0, ops)) == [
             Gap(0, True, 1.0, 0.0),  # the third op reaches one second into the next iteration
             Gap(1, True, 4.0, 0.0),
             Gap(2, True, 4.0, 1.0),
@@ -104,7 +104,7 @@ class TestIdle:
         ]
 
     def test_an_op_that_starts_out_of_order_is_idle_time_of_nobody(self) -> None:
-        gaps = idle(Trace(0.0, 10.0, 9.0, (Op(1, 8, 5.0, 6.0), Op(2, 8, 1.0, 2.0))))
+        gaps = find_gaps(Trace(0.0, 10.0, 9.0, (Op(1, 8, 5.0, 6.0), Op(2, 8, 1.0, 2.0))))
         assert [(gap.after, gap.start_s, gap.length_s) for gap in gaps if gap.length_s > 0] == [
             (0, 0.0, 1.0),
             (2, 6.0, 3.0),
@@ -119,7 +119,8 @@ class TestIdle:
             (5.0, Op(1, 1, -1, 2)),
         ):
             assert re.search(
-                r"optimizer's step at|a collective from", refusal(ValueError, idle, Trace(0.0, 10.0, gate, (op,)))
+                r"optimizer's step at|a collective from",
+                refusal(ValueError, find_gaps, Trace(0.0, 10.0, gate, (op,))),
             ), (gate, op)
 
 
@@ -127,15 +128,17 @@ class TestSummarize:
     @given(traces(), st.integers(1, 25))
     def test_equal_iterations_are_their_own_profile(self, trace: Trace, times: int) -> None:
         profile = summarize([trace] * times, floor_s=0.0)
-        gate_after = [gap for gap in idle(trace) if gap.before_gate][-1].after
-        expected = [gap for gap in idle(trace) if gap.length_s > 0 or (gap.before_gate and gap.after == gate_after)]
+        gate_after = [gap for gap in find_gaps(trace) if gap.before_gate][-1].after
+        expected = [
+            gap for gap in find_gaps(trace) if gap.length_s > 0 or (gap.before_gate and gap.after == gate_after)
+        ]
         assert [(span.after, span.before_gate) for span in profile.spans] == [gap[:2] for gap in expected]
         for span, gap in zip(profile.spans, expected, strict=True):
             assert (span.start_s, span.length_s) == (gap.start_s, gap.length_s)
             assert span.mean_s == pytest.approx(gap.length_s)
         assert (profile.ops, profile.iterations) == (len(trace.ops), times)
         assert (profile.iteration_s, profile.gate_s) == (trace.length_s, trace.gate_s)
-        assert profile.idle_s == pytest.approx(sum(gap.length_s for gap in idle(trace)))
+        assert profile.idle_s == pytest.approx(sum(gap.length_s for gap in find_gaps(trace)))
         assert profile.dropped_s == pytest.approx(0, abs=1e-9)
         assert profile.deviation == pytest.approx(0, abs=1e-9)
 
@@ -158,7 +161,8 @@ class TestSummarize:
         others = [span for span in spans if span != profile.gate_span]
         assert all(span.mean_s >= floor_s - tiny for span in others)
         lengths = {
-            (gap.after, gap.before_gate): sorted(gap.length_s * factor for factor in factors) for gap in idle(trace)
+            (gap.after, gap.before_gate): sorted(gap.length_s * factor for factor in factors)
+            for gap in find_gaps(trace)
         }
         kept = {(span.after, span.before_gate) for span in spans}
         for span in spans:
@@ -236,15 +240,15 @@ class TestSummarize:
     def test_a_pattern_is_the_same_in_every_process(self) -> None:
         ops = [Op(kind, 1, 0.0, 1.0) for kind in (1, 2**64 - 1, -1, 7)]
         code = (
-            "from gemini_hpc.core.spans import Op, pattern;"
-            "print(pattern([Op(kind, 9, 3.0, 4.0) for kind in (1, 2**64 - 1, -1, 7)]))"
+            "from gemini_hpc.core.spans import Op, hash_pattern;"
+            "print(hash_pattern([Op(kind, 9, 3.0, 4.0) for kind in (1, 2**64 - 1, -1, 7)]))"
         )
         found = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
         ).stdout
-        assert pattern(ops) == int(found) < 2**64
-        assert pattern(ops) != pattern(ops[::-1])
-        assert pattern(ops) != pattern(ops[:-1])
+        assert hash_pattern(ops) == int(found) < 2**64
+        assert hash_pattern(ops) != hash_pattern(ops[::-1])
+        assert hash_pattern(ops) != hash_pattern(ops[:-1])
 
     def test_a_profile_of_a_large_training_fits_32_kb(self) -> None:
         generator = random.Random(1)
@@ -271,7 +275,7 @@ class TestWaiting:
     @given(traces(), st.integers(0, 3000))
     def test_it_is_idle_at_first_and_then_as_before(self, trace: Trace, ticks: int) -> None:
         profile, lag_s = summarize([trace], floor_s=0.0), ticks * UNIT
-        later = waiting(profile, lag_s)
+        later = add_lag(profile, lag_s)
         assert (later.pattern, later.ops) == (profile.pattern, profile.ops)
         assert later.iteration_s == profile.iteration_s + lag_s
         assert later.gate_s == profile.gate_s + lag_s
@@ -288,7 +292,7 @@ class TestWaiting:
     def test_a_stage_that_waits_for_the_first_has_room_in_its_bubble(self) -> None:
         first = summarize([steady([3.0, 3.0], [1.0], 1)])
         second = summarize([replace(steady([1.0, 3.0], [1.0], 1), gate_s=2.5)])
-        second = waiting(second, first.iteration_s - second.iteration_s)
+        second = add_lag(second, first.iteration_s - second.iteration_s)
         windows = intersect(second, [(first, 2.0)])
         assert sum(w.length_s for w in windows if w.before_gate) > 2.0
 
@@ -374,7 +378,7 @@ class TestCapped:
         """Another rank's iteration of the same pattern may be anywhere in time."""
         mine = summarize([trace], floor_s=0.0)
         others = [summarize([stretched(trace, factor)], floor_s=0.0) for factor in factors]
-        windows = capped(mine, whole(mine), others)
+        windows = cap_windows(mine, whole(mine), others)
         least = min([1.0, *factors])
         assert [w._replace(length_s=0.0) for w in windows] == [w._replace(length_s=0.0) for w in whole(mine)]
         for window, span in zip(windows, mine.spans, strict=True):
@@ -383,14 +387,14 @@ class TestCapped:
     def test_an_example_by_hand(self) -> None:
         mine = summarize([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
         later = summarize([steady([3.0, 1.0, 2.5], [2.0, 2.0], 1)])
-        assert [w.length_s for w in capped(mine, whole(mine), [later])] == [2.0, 0.5, 0.5, 2.0]
+        assert [w.length_s for w in cap_windows(mine, whole(mine), [later])] == [2.0, 0.5, 0.5, 2.0]
         cut = [window._replace(delay_s=0.25, length_s=window.length_s - 0.25) for window in whole(mine)]
-        assert [w.length_s for w in capped(mine, cut, [later])] == [1.75, 0.25, 0.25, 1.75]
+        assert [w.length_s for w in cap_windows(mine, cut, [later])] == [1.75, 0.25, 0.25, 1.75]
 
     def test_a_span_that_the_other_has_not_kept(self) -> None:
         mine = summarize([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
         fewer = summarize([steady([2.0, 2.0, 0.001], [2.0, 2.0], 1)], floor_s=0.01)
-        assert [w.length_s for w in capped(mine, whole(mine), [fewer])] == [2.0, 1.0, 1.0, 0.0]
+        assert [w.length_s for w in cap_windows(mine, whole(mine), [fewer])] == [2.0, 1.0, 1.0, 0.0]
 
 
 class TestTimeline:
@@ -398,8 +402,8 @@ class TestTimeline:
     def test_whole_iterations_then_the_part_before_the_gate(self, trace: Trace, s: int) -> None:
         windows = intersect(summarize([trace]), [])
         before = [window for window in windows if window.before_gate]
-        line = timeline(windows, s)
-        walked = [line.at(index) for index in range(len(line.T))]
+        line = build_timeline(windows, s)
+        walked = [line.locate_span(index) for index in range(len(line.T))]
         assert walked == [
             (iteration, window)
             for iteration in range(s)
@@ -408,16 +412,16 @@ class TestTimeline:
         assert tuple(windows[window].length_s for _, window in walked) == line.T
         for index in (-1, len(line.T)):
             with pytest.raises(ValueError, match="outside 0"):
-                line.at(index)
+                line.locate_span(index)
 
     def test_what_is_no_iteration_is_told(self) -> None:
         before, after = Window(0, 0, True, 0.0, 1.0), Window(1, 0, False, 0.0, 1.0)
-        assert timeline([before, after], 2) == Timeline((1.0, 1.0, 1.0), 2)
+        assert build_timeline([before, after], 2) == Timeline((1.0, 1.0, 1.0), 2)
         with pytest.raises(ValueError, match="0 iterations"):
-            timeline([before], 0)
+            build_timeline([before], 0)
         for wrong in ([], [after], [after, before], [before, after, before]):
             with pytest.raises(ValueError, match="begin with those before"):
-                timeline(wrong, 1)
+                build_timeline(wrong, 1)
 
 
 idle_lengths = st.lists(st.floats(0.05, 1), min_size=2, max_size=12)
@@ -430,11 +434,11 @@ class TestDrifted:
         busy = [0.1] * (len(lengths) - 1)
         profile = summarize([steady(lengths, busy, gate)] * 3)
         noise = [length * data.draw(st.floats(0.78, 1.22)) for length in lengths]
-        assert drifted(profile, steady(noise, busy, gate)) == ""
+        assert describe_drift(profile, steady(noise, busy, gate)) == ""
 
     @given(traces())
     def test_an_iteration_of_the_profile_is_no_drift(self, trace: Trace) -> None:
-        assert drifted(summarize([trace] * 4), trace) == ""
+        assert describe_drift(summarize([trace] * 4), trace) == ""
 
     @given(idle_lengths, st.one_of(st.floats(0, 0.7), st.floats(1.3, 5)), st.data())
     def test_other_idle_time_is_drift(self, lengths: list[float], factor: float, data: st.DataObject) -> None:
@@ -442,8 +446,8 @@ class TestDrifted:
         busy = [0.1] * (len(lengths) - 1)
         profile = summarize([steady(lengths, busy, gate)] * 3)
         now = steady([length * factor for length in lengths], busy, gate)
-        assert "have changed by" in drifted(profile, now)
-        assert drifted(profile, now, tolerance=abs(factor - 1) + 0.01) == ""
+        assert "have changed by" in describe_drift(profile, now)
+        assert describe_drift(profile, now, tolerance=abs(factor - 1) + 0.01) == ""
 
     @given(st.permutations([1.0, 0.8, 0.5, 0.2, 0.1, 0.05]), st.data())
     def test_the_same_sum_elsewhere_is_drift(self, lengths: list[float], data: st.DataObject) -> None:
@@ -451,7 +455,7 @@ class TestDrifted:
         changed = sum(abs(a - b) for a, b in zip(lengths, moved, strict=True))
         assume(abs(changed - 0.25 * sum(lengths)) > 1e-6)
         profile = summarize([steady(lengths, [0.1] * 6, 6)] * 3)
-        found = drifted(profile, steady(moved, [0.1] * 6, 6))
+        found = describe_drift(profile, steady(moved, [0.1] * 6, 6))
         if changed > 0.25 * sum(lengths):
             assert "idle spans of an iteration have changed" in found
         else:
@@ -459,28 +463,30 @@ class TestDrifted:
 
     def test_a_short_span_counts_for_what_it_is(self) -> None:
         profile = summarize([steady([2.0, 0.02, 1.0, 0.0], [0.1] * 3, 3)] * 3)
-        assert drifted(profile, steady([2.0, 0.4, 1.0, 0.0], [0.1] * 3, 3)) == ""
-        assert drifted(profile, steady([2.0, 0.0, 1.0, 0.0], [0.1] * 3, 3)) == ""
-        assert "span after 2 collectives has changed from 1 s to 0.7 s" in drifted(
+        assert describe_drift(profile, steady([2.0, 0.4, 1.0, 0.0], [0.1] * 3, 3)) == ""
+        assert describe_drift(profile, steady([2.0, 0.0, 1.0, 0.0], [0.1] * 3, 3)) == ""
+        assert "span after 2 collectives has changed from 1 s to 0.7 s" in describe_drift(
             profile, steady([2.0, 0.02, 0.7, 0.0], [0.1] * 3, 3)
         )
 
     def test_spans_that_were_dropped_count_when_they_grow(self) -> None:
         profile = summarize([steady([0.0001, 0.5, 0.0], [0.1] * 2, 2)] * 3)
         assert [span.after for span in profile.spans] == [1, 2]
-        assert "from 0.5 s to 0.9 s together" in drifted(profile, steady([0.4, 0.5, 0.0], [0.1] * 2, 2))
+        assert "from 0.5 s to 0.9 s together" in describe_drift(profile, steady([0.4, 0.5, 0.0], [0.1] * 2, 2))
 
     def test_where_there_is_hardly_any_idle_time_its_noise_is_no_drift(self) -> None:
         profile = summarize([steady([0.001, 0.0], [1.0], 1)] * 3)
-        assert drifted(profile, steady([0.003, 0.0], [1.0], 1)) == ""
-        assert drifted(profile, steady([0.1, 0.0], [1.0], 1)) != ""
+        assert describe_drift(profile, steady([0.003, 0.0], [1.0], 1)) == ""
+        assert describe_drift(profile, steady([0.1, 0.0], [1.0], 1)) != ""
 
     def test_other_collectives_are_drift(self) -> None:
         trace = steady([1.0, 1.0, 1.0], [0.1, 0.1], 1)
         profile = summarize([trace])
-        assert "launches 1 collectives, the profile has 2" in drifted(profile, replace(trace, ops=trace.ops[:1]))
+        assert "launches 1 collectives, the profile has 2" in describe_drift(
+            profile, replace(trace, ops=trace.ops[:1])
+        )
         swapped = tuple(op._replace(kind=5) for op in trace.ops)
-        assert "in another order" in drifted(profile, replace(trace, ops=swapped))
+        assert "in another order" in describe_drift(profile, replace(trace, ops=swapped))
 
 
 def test_a_span_is_planned_and_compared() -> None:
@@ -497,7 +503,7 @@ def test_joined_intervals_and_what_two_have_in_common(
     def units(intervals: list[tuple[float, float]]) -> set[float]:
         return {start + k for start, end in intervals for k in range(int(end - start))}
 
-    one, other = joined(a), joined(b)
+    one, other = join_intervals(a), join_intervals(b)
     assert all(before[1] < after[0] for before, after in pairwise(one))
     assert units(one) == units(a)
-    assert units(common(one, other)) == units(a) & units(b)
+    assert units(intersect_intervals(one, other)) == units(a) & units(b)

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.standstill import HangStanding, Judge, Place, describe_hang, shortened
+from gemini_hpc.core.standstill import HangStanding, Judge, Place, describe_hang, shorten_stack
 
 HANG_S = 60.0
 replace = msgspec.structs.replace
@@ -156,6 +156,6 @@ def test_a_stack_in_a_line() -> None:
   File "/home/u/my in files/data.py", line 41 in read
   File "/home/u/train.py", line 7 in <module>
 """
-    assert shortened(stack, 200) == "read (data.py:41) < <module> (train.py:7)"
-    assert shortened(stack, 30) == "read (data.py:41) < ..."
-    assert shortened(stack, 6) == "read (" and shortened("rubbish", 9) == ""
+    assert shorten_stack(stack, 200) == "read (data.py:41) < <module> (train.py:7)"
+    assert shorten_stack(stack, 30) == "read (data.py:41) < ..."
+    assert shorten_stack(stack, 6) == "read (" and shorten_stack("rubbish", 9) == ""

@@ -11,11 +11,11 @@ NAMES = tuple(f"n{i}" for i in range(1, 10))
 
 def test_spares_make_up_for_as_many_nodes() -> None:
     view = View(("n1", "n2", "n3", "n4", "n5"), 2)
-    one = view.without(["n3"])
+    one = view.exclude(["n3"])
     assert one is not None and one.hosts == ("n1", "n2", "n4", "n5") and one.wanted == 3
-    two = one.without(["n5"])
+    two = one.exclude(["n5"])
     assert two is not None and two.hosts == ("n1", "n2", "n4")
-    assert two.without(["n4"]) is None, "two nodes are fewer than train"
+    assert two.exclude(["n4"]) is None, "two nodes are fewer than train"
 
 
 def test_the_job_does_not_go_on() -> None:
@@ -28,19 +28,19 @@ def test_the_job_does_not_go_on() -> None:
         (View(("n1", "n2", "n3", "n4"), 3), ["n3", "n4"], 0),  # a half could be there twice
         (View(("n1", "n2", "n3", "n4"), 2), ["n4"], 4),  # four train, whatever was asked for
     ):
-        assert view.without(dead, nodes) is None, (view, dead)
+        assert view.exclude(dead, nodes) is None, (view, dead)
 
 
 @given(st.integers(2, 9), st.integers(0, 8), st.lists(st.sets(st.sampled_from(NAMES)), max_size=5))
 def test_whoever_hears_it_all_knows_the_same_in_any_order(size: int, spares: int, said: list[set[str]]) -> None:
     view = View(NAMES[:size], min(spares, size - 1))
-    whole = view.without(set().union(*said))
+    whole = view.exclude(set().union(*said))
     if whole is None:
         return
     for order in (said, said[::-1], [*said, *said]):
         found = view
         for dead in order:
-            found = found.without(dead) or found
+            found = found.exclude(dead) or found
         assert found == whole
 
 
@@ -49,7 +49,7 @@ def test_two_views_of_which_neither_holds_the_other_share_a_node(
     size: int, spares: int, a: set[str], b: set[str]
 ) -> None:
     view = View(NAMES[:size], min(spares, size - 1))
-    one, other = view.without(a), view.without(b)
+    one, other = view.exclude(a), view.exclude(b)
     if one is not None and other is not None:
         assert set(one.hosts) & set(other.hosts)
         assert len(one.hosts) >= view.wanted and one.hosts[0] == view.allocated[0]

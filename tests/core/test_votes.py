@@ -12,10 +12,10 @@ from gemini_hpc.core.votes import (
     Decision,
     Root,
     Vote,
-    children,
+    build_vote,
+    find_parent,
+    list_children,
     merge,
-    parent,
-    vote_of,
 )
 
 
@@ -29,7 +29,7 @@ def holding(*complete: int, filling: int | None = None) -> SlotPair:
         slots.append(Slot("filling", v(filling)))
     slots += [Slot() for _ in range(2 - len(slots))]
     pair = SlotPair(slots)
-    pair.high = pair.newest()
+    pair.high = pair.find_newest()
     return pair
 
 
@@ -38,7 +38,7 @@ def pairs(draw: st.DrawFn) -> SlotPair:
     versions = draw(st.lists(st.integers(1, 6), unique=True, max_size=2))
     pair = SlotPair([Slot(draw(st.sampled_from(["complete", "filling"])), v(version)) for version in versions])
     pair.slots += [Slot() for _ in range(2 - len(pair.slots))]
-    pair.high = pair.newest()
+    pair.high = pair.find_newest()
     if draw(st.booleans()):  # something newer was begun and voided
         pair.high = v(draw(st.integers(6, 8)))
     if draw(st.booleans()):
@@ -48,47 +48,47 @@ def pairs(draw: st.DrawFn) -> SlotPair:
 
 def test_a_version_is_sealed_when_the_last_member_has_it() -> None:
     root = Root(["a", "b"])
-    root.update("a", vote_of([holding(4, 5)]))
-    assert root.decision() == Decision()  # b is silent, not gone (R3)
-    root.update("b", vote_of([holding(4, filling=5), holding(4, 5)]))
-    assert root.decision() == Decision(v(4))
-    root.update("b", vote_of([holding(4, 5), holding(4, 5)]))
-    assert root.decision() == Decision(v(5))
+    root.update("a", build_vote([holding(4, 5)]))
+    assert root.decide() == Decision()  # b is silent, not gone (R3)
+    root.update("b", build_vote([holding(4, filling=5), holding(4, 5)]))
+    assert root.decide() == Decision(v(4))
+    root.update("b", build_vote([holding(4, 5), holding(4, 5)]))
+    assert root.decide() == Decision(v(5))
 
 
 def test_what_one_has_skipped_is_abandoned_for_all() -> None:
     """Neither vote alone shows it: A has 5, B has gone from 4 to 6."""
-    a, b = vote_of([holding(4, 5)]), vote_of([holding(4, filling=6)])
+    a, b = build_vote([holding(4, 5)]), build_vote([holding(4, filling=6)])
     assert a.dead == b.dead == frozenset()
     assert merge([a, b]).dead == {v(5)}
     root = Root(["a", "b"])
     root.update("a", a)
     root.update("b", b)
-    assert root.decision() == Decision(v(4), frozenset({v(5)}))
-    root.update("b", vote_of([holding(4, 5)]))  # an old vote that comes late
-    assert root.decision() == Decision(v(4), frozenset({v(5)}))
-    root.update("a", vote_of([holding(4, 6)]))
-    root.update("b", vote_of([holding(4, 6)]))
-    assert root.decision() == Decision(v(6))
+    assert root.decide() == Decision(v(4), frozenset({v(5)}))
+    root.update("b", build_vote([holding(4, 5)]))  # an old vote that comes late
+    assert root.decide() == Decision(v(4), frozenset({v(5)}))
+    root.update("a", build_vote([holding(4, 6)]))
+    root.update("b", build_vote([holding(4, 6)]))
+    assert root.decide() == Decision(v(6))
 
 
 def test_a_late_copy_is_waited_for() -> None:
     root = Root(["a", "b"])
-    root.update("a", vote_of([holding(4, 5)]))
-    root.update("b", vote_of([holding(4, filling=5)]))
-    assert root.decision() == Decision(v(4))
+    root.update("a", build_vote([holding(4, 5)]))
+    root.update("b", build_vote([holding(4, filling=5)]))
+    assert root.decide() == Decision(v(4))
 
 
 def test_a_restarted_root_takes_up_where_its_page_stands() -> None:
     root = Root(["a", "b"], sealed=v(7))
-    root.update("a", vote_of([holding(6, 7)]))
-    root.update("b", vote_of([holding(7, filling=8)]))
-    assert root.decision() == Decision(v(7))  # and 6, sealed long ago, is not called abandoned
+    root.update("a", build_vote([holding(6, 7)]))
+    root.update("b", build_vote([holding(7, filling=8)]))
+    assert root.decide() == Decision(v(7))  # and 6, sealed long ago, is not called abandoned
 
 
 def test_nothing_is_sealed_over_the_head_of_a_shard_to_come() -> None:
-    assert vote_of([], expected=2) == vote_of([]) == SILENT
-    early = vote_of([holding(4, 5)], expected=2)
+    assert build_vote([], expected=2) == build_vote([]) == SILENT
+    early = build_vote([holding(4, 5)], expected=2)
     assert not early.complete
     assert early.seen == {v(4), v(5)}
 
@@ -107,10 +107,12 @@ def gone_past(pair: SlotPair, stamp: Stamp) -> bool:
 @given(st.lists(st.lists(pairs(), min_size=1, max_size=3), min_size=1, max_size=5))
 def test_a_merged_vote_says_what_all_the_pairs_say(agents: list[list[SlotPair]]) -> None:
     every = [pair for agent in agents for pair in agent]
-    votes = [vote_of(agent) for agent in agents]
+    votes = [build_vote(agent) for agent in agents]
     merged = merge(votes)
-    seen = frozenset().union(*(pair.complete_stamps() for pair in every))
-    assert merged.complete == frozenset(stamp for stamp in seen if all(stamp in p.complete_stamps() for p in every))
+    seen = frozenset().union(*(pair.list_complete_stamps() for pair in every))
+    assert merged.complete == frozenset(
+        stamp for stamp in seen if all(stamp in p.list_complete_stamps() for p in every)
+    )
     dead = {s for s in seen if any(p.find(s) is None and gone_past(p, s) for p in every)}
     assert merged.dead == dead
     assert merge([merge(votes[:1]), merge([*votes[1:], votes[0]])]) == merged
@@ -123,15 +125,17 @@ def test_the_tree_gives_what_the_root_alone_would(agents: list[SlotPair], fanout
     n = len(agents)
     up: dict[int, Vote] = {}
     for position in reversed(range(1, n)):
-        up[position] = merge([vote_of([agents[position]]), *(up[child] for child in children(position, n, fanout))])
-    root = Root([0, *children(0, n, fanout)])
-    root.update(0, vote_of([agents[0]]))
-    for child in children(0, n, fanout):
+        up[position] = merge(
+            [build_vote([agents[position]]), *(up[child] for child in list_children(position, n, fanout))]
+        )
+    root = Root([0, *list_children(0, n, fanout)])
+    root.update(0, build_vote([agents[0]]))
+    for child in list_children(0, n, fanout):
         root.update(child, up[child])
     flat = Root(range(n))
     for position, pair in enumerate(agents):
-        flat.update(position, vote_of([pair]))
-    assert root.decision() == flat.decision()
+        flat.update(position, build_vote([pair]))
+    assert root.decide() == flat.decide()
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(pairs(), min_size=1, max_size=2)), max_size=12))
@@ -140,8 +144,8 @@ def test_decisions_stand(votes: list[tuple[int, list[SlotPair]]]) -> None:
     sealed: list[Stamp] = []
     abandoned: set[Stamp] = set()
     for member, held in votes:
-        root.update(member, vote_of(held))
-        word = root.decision()
+        root.update(member, build_vote(held))
+        word = root.decide()
         if word.sealed is not None:
             sealed.append(word.sealed)
         abandoned |= word.abandoned
@@ -155,31 +159,33 @@ def test_the_order_of_votes_does_not_matter(held: list[list[SlotPair]]) -> None:
     for order in permutations(range(3)):
         root = Root(range(3))
         for member in order:
-            root.update(member, vote_of(held[member]))
-            root.update(member, vote_of(held[member]))
-        words.add((root.decision().sealed, root.decision().abandoned))
+            root.update(member, build_vote(held[member]))
+            root.update(member, build_vote(held[member]))
+        words.add((root.decide().sealed, root.decide().abandoned))
     assert len(words) == 1
 
 
 @given(st.integers(1, 400), st.integers(1, 17))
 def test_the_tree_reaches_everybody_once(n: int, fanout: int) -> None:
-    below = [child for position in range(n) for child in children(position, n, fanout)]
+    below = [child for position in range(n) for child in list_children(position, n, fanout)]
     assert sorted(below) == list(range(1, n))
     assert all(
-        position in children(up, n, fanout) for position in range(n) if (up := parent(position, fanout)) is not None
+        position in list_children(up, n, fanout)
+        for position in range(n)
+        if (up := find_parent(position, fanout)) is not None
     )
-    assert parent(0, fanout) is None
+    assert find_parent(0, fanout) is None
 
 
 def test_positions_outside_the_tree_are_refused() -> None:
     with pytest.raises(ValueError, match="position -1"):
-        parent(-1)
+        find_parent(-1)
     with pytest.raises(ValueError, match="position 3 of 3"):
-        children(3, 3)
+        list_children(3, 3)
 
 
 def test_a_vote_of_a_thousand_agents_is_as_small_as_one() -> None:
-    votes = [vote_of([holding(version, version + 1)]) for version in range(1, 1001)]
+    votes = [build_vote([holding(version, version + 1)]) for version in range(1, 1001)]
     merged: Vote = merge(votes)
     assert len(merged.kept) <= 2
     assert merged.complete == frozenset()

@@ -56,7 +56,7 @@ def with_goodput(text: str) -> str:
     rows = "".join(
         f"| {row.gpus:,} | {row.way} | {row.lost_s:.0f} | {row.allowed_s:.0f} | {100 * row.goodput:.2f} % "
         f"| {row.standby} | {100 * row.paid:.2f} % | {100 * row.gentle:.2f} % |\n"
-        for row in goodput.rows()
+        for row in goodput.compute_rows()
     )
     others = "".join(f"| {one.gpus:,} | {one.share} | {one.what} | {one.source} |\n" for one in goodput.PUBLISHED)
     at = text.index("`gemini-hpc simulate --figure goodput`")

@@ -71,7 +71,7 @@ def refusal(site: Site, partition: str = "debug", user: str = "nobody") -> str:
 @pytest.fixture
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's directory below /tmp is a place of root's."""
-    monkeypatch.setattr(verb, "program_problem", lambda path: "" if Path(path).exists() else "no such file")
+    monkeypatch.setattr(verb, "find_program_problem", lambda path: "" if Path(path).exists() else "no such file")
     monkeypatch.setattr("os.geteuid", lambda: 0)
 
 

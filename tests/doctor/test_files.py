@@ -169,7 +169,7 @@ def test_state_dir(patient: Patient) -> None:
 
 def chain(path: Path, trusted: Path) -> list[str]:
     """Weaknesses below a directory that counts as good."""
-    return [w for w in paths.weaknesses(str(path), frozenset((os.geteuid(), 0))) if str(trusted) in w]
+    return [w for w in paths.find_weaknesses(str(path), frozenset((os.geteuid(), 0))) if str(trusted) in w]
 
 
 def test_links_are_followed_as_the_kernel_does(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_links_are_followed_as_the_kernel_does(tmp_path: Path) -> None:
     assert any("/bad has mode 0777" in w for w in chain(tmp_path / "good/up", tmp_path))
     with pytest.raises(OSError):
         chain(tmp_path / "good/loop", tmp_path)
-    assert paths.weaknesses("relative/file")
+    assert paths.find_weaknesses("relative/file")
     assert [path for path, _ in paths.walk(str(tmp_path / "good/link"))][-1] == str(tmp_path / "bad/file")
 
 
@@ -195,9 +195,9 @@ def test_groups(tmp_path: Path) -> None:
     path.touch()
     path.chmod(0o664)
     os.chown(path, 0, 0)
-    assert paths.weakness(str(path), path.lstat(), frozenset((0,))) == ""
+    assert paths.find_weakness(str(path), path.lstat(), frozenset((0,))) == ""
     os.chown(path, 0, pwd.getpwnam("nobody").pw_gid)
-    assert "0664" in paths.weakness(str(path), path.lstat(), frozenset((0,)))
+    assert "0664" in paths.find_weakness(str(path), path.lstat(), frozenset((0,)))
 
 
 def test_the_worst_rules() -> None:

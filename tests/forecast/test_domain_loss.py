@@ -4,7 +4,7 @@ from dataclasses import astuple
 
 import pytest
 
-from gemini_hpc.forecast.domain_loss import DomainLoss, domain_loss
+from gemini_hpc.forecast.domain_loss import DomainLoss, compute_domain_loss
 
 
 def test_losses_of_whole_domains() -> None:
@@ -17,9 +17,9 @@ def test_losses_of_whole_domains() -> None:
         ([f"r{k // 8}" for k in range(64)], 2, DomainLoss(8, 1.0, 0.0)),
         ([f"r{k // 8}" for k in range(65)], 3, DomainLoss(9, 1.0, 1 / 9)),
     ):
-        assert astuple(domain_loss(of, m)) == pytest.approx(astuple(found)), of
+        assert astuple(compute_domain_loss(of, m)) == pytest.approx(astuple(found)), of
 
 
 def test_without_domains_there_is_no_answer() -> None:
     with pytest.raises(ValueError, match="no node has a known failure domain"):
-        domain_loss(["", ""], 2)
+        compute_domain_loss(["", ""], 2)

@@ -6,7 +6,16 @@ import pytest
 from refusals import refusal
 
 from gemini_hpc.forecast.figures import FIGURES, FigureRow
-from gemini_hpc.forecast.schemes import Scheme, TrainingFigures, gemini, highfreq, ours, ours_spare, reft, strawman
+from gemini_hpc.forecast.schemes import (
+    Scheme,
+    TrainingFigures,
+    build_gemini,
+    build_highfreq,
+    build_ours,
+    build_ours_spare,
+    build_reft,
+    build_strawman,
+)
 
 
 def rows(name: str) -> dict[str, FigureRow]:
@@ -44,27 +53,27 @@ def test_figure_8_of_reft() -> None:
 
 def test_gemini_wastes_93_seconds() -> None:
     t = TrainingFigures()
-    assert gemini(t).wasted_s - gemini(t).read_s == 1.5 * 62
-    assert highfreq(t).every_s == 9 * 62
-    assert highfreq(t).wasted_s == pytest.approx(1242, abs=2)
-    assert strawman(t).wasted_s == pytest.approx(6363, abs=2)
+    assert build_gemini(t).wasted_s - build_gemini(t).read_s == 1.5 * 62
+    assert build_highfreq(t).every_s == 9 * 62
+    assert build_highfreq(t).wasted_s == pytest.approx(1242, abs=2)
+    assert build_strawman(t).wasted_s == pytest.approx(6363, abs=2)
 
 
 def test_reft_stalls_only_where_parity_does_not_fit_into_an_iteration() -> None:
     """Equation 8."""
     assert (
-        reft(TrainingFigures()).stall_s == 0.0
-        and reft(TrainingFigures()).wasted_s < gemini(TrainingFigures()).wasted_s + 10
+        build_reft(TrainingFigures()).stall_s == 0.0
+        and build_reft(TrainingFigures()).wasted_s < build_gemini(TrainingFigures()).wasted_s + 10
     )
-    slow = reft(TrainingFigures(network=1e9))
+    slow = build_reft(TrainingFigures(network=1e9))
     assert slow.stall_s == pytest.approx(1203 / 16 - 62) and slow.parity == 6
-    assert reft(TrainingFigures(nodes=2)).parity == 2
+    assert build_reft(TrainingFigures(nodes=2)).parity == 2
 
 
 def test_ours_is_gemini_without_what_its_agents_save() -> None:
     t = TrainingFigures()
-    assert ours(t).every_s == gemini(t).every_s and ours(t).wasted_s == gemini(t).wasted_s
-    assert ours_spare(t).down_s < ours(t).down_s < gemini(t).down_s
+    assert build_ours(t).every_s == build_gemini(t).every_s and build_ours(t).wasted_s == build_gemini(t).wasted_s
+    assert build_ours_spare(t).down_s < build_ours(t).down_s < build_gemini(t).down_s
 
 
 def test_impossible_schemes_are_refused() -> None:

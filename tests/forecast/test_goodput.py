@@ -8,12 +8,12 @@ from math import exp
 import pytest
 
 from gemini_hpc.forecast import goodput
-from gemini_hpc.forecast.goodput import LLAMA_PER_DAY, RSC_PER_DAY, GoodputRow, standby
+from gemini_hpc.forecast.goodput import LLAMA_PER_DAY, RSC_PER_DAY, GoodputRow, count_standby
 
 
 @cache
 def every() -> dict[tuple[int, str], GoodputRow]:
-    return {(row.gpus, row.way): row for row in goodput.rows()}
+    return {(row.gpus, row.way): row for row in goodput.compute_rows()}
 
 
 def of(gpus: int, way: str) -> GoodputRow:
@@ -27,9 +27,9 @@ def test_the_rates_are_those_that_are_printed() -> None:
 
 def test_standby_is_a_quantile() -> None:
     """With one node under repair on the average: P(> 3) is 1.9 %, P(> 4) 0.37 %."""
-    assert standby(100, 0.01) == 4
+    assert count_standby(100, 0.01) == 4
     assert 1 - exp(-1) * (1 + 1 + 1 / 2 + 1 / 6) > 0.01
-    assert standby(100, 0.0) == 0
+    assert count_standby(100, 0.0) == 0
 
 
 def test_a_share_is_near_what_the_average_says() -> None:

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
 
-from gemini_hpc.forecast.schemes import DAY_S, SCHEMES, Scheme, TrainingFigures, gemini, highfreq, reft, strawman
+from gemini_hpc.forecast.schemes import (
+    DAY_S,
+    SCHEMES,
+    Scheme,
+    TrainingFigures,
+    build_gemini,
+    build_highfreq,
+    build_reft,
+    build_strawman,
+)
 from gemini_hpc.forecast.simulation import Faults, NodeFailure, RunOutcome, simulate
 
 NEVER = Scheme("never", 1e12)
@@ -86,15 +95,17 @@ def test_parity_serves_one_loss_in_a_group() -> None:
 
 def test_rare_failures_cost_what_the_equation_says() -> None:
     t = TrainingFigures()
-    for make in (gemini, reft, highfreq, strawman):
+    for make in (build_gemini, build_reft, build_highfreq, build_strawman):
         scheme, per_day = make(t), 1.0
         faults = Faults(per_day / t.nodes, hardware=0.0)
         found = [
-            simulate(scheme, NEVER, faults.of(t.nodes, 400, Random(seed)), nodes=t.nodes, days=400).goodput
+            simulate(scheme, NEVER, faults.draw_failures(t.nodes, 400, Random(seed)), nodes=t.nodes, days=400).goodput
             for seed in range(4)
         ]
         # The equation takes a failed program's time for time in which it could fail again.
-        assert mean(found) == pytest.approx(scheme.effective(per_day), abs=0.12 * (1 - scheme.effective(per_day)))
+        assert mean(found) == pytest.approx(
+            scheme.compute_effective_share(per_day), abs=0.12 * (1 - scheme.compute_effective_share(per_day))
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -114,8 +125,8 @@ def test_all_time_is_accounted_for(
     faults = Faults(per_day, hardware, shape)
     out = simulate(
         SCHEMES[name](t),
-        strawman(t),
-        faults.of(nodes, 3.0, Random(seed)),
+        build_strawman(t),
+        faults.draw_failures(nodes, 3.0, Random(seed)),
         nodes=nodes,
         days=3.0,
         standby=standby,
@@ -129,14 +140,16 @@ def test_all_time_is_accounted_for(
 @pytest.mark.parametrize("shape", [0.6, 1.0, 2.0])
 def test_as_many_failures_as_asked_for_come_evenly_from_the_start(shape: float) -> None:
     """Nodes are of all ages: there is no burst at the beginning, and no calm."""
-    found = list(Faults(0.5, shape=shape).of(400, 60, Random(3)))
+    found = list(Faults(0.5, shape=shape).draw_failures(400, 60, Random(3)))
     assert len(found) == pytest.approx(400 * 30, rel=0.05)
     first = sum(failure.at_s < 6 * DAY_S for failure in found)
     assert first == pytest.approx(len(found) / 10, rel=0.12)
     assert [f.at_s for f in found] == sorted(f.at_s for f in found)
-    assert all(f.hardware for f in found) and not any(f.hardware for f in Faults(0.5, 0.0).of(9, 9, Random(1)))
+    assert all(f.hardware for f in found) and not any(
+        f.hardware for f in Faults(0.5, 0.0).draw_failures(9, 9, Random(1))
+    )
 
 
 def test_impossible_faults_are_refused() -> None:
     for faults in (Faults(-1.0), Faults(shape=0.0), Faults(hardware=2.0)):
-        assert "failures a day" in refusal(ValueError, list, faults.of(4, 1, Random(1))), faults
+        assert "failures a day" in refusal(ValueError, list, faults.draw_failures(4, 1, Random(1))), faults

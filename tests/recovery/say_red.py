@@ -9,7 +9,7 @@ from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
 settings, job = load(), int(sys.argv[1])
-(host,) = settings.controller_hosts()
+(host,) = settings.list_controller_hosts()
 client = HandshakeClient(
     purpose=controller.HEALTH,
     cluster=settings.cluster_name,
@@ -18,7 +18,7 @@ client = HandshakeClient(
     source=sys.argv[2],
     target=host,
     instance=secrets.token_hex(8),
-    server_uid=settings.slurm_uid(),
+    server_uid=settings.find_slurm_uid(),
 )
 try:
     link = BlockingLink.connect(host, settings.controller_port, client)

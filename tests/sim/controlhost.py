@@ -40,7 +40,7 @@ def install(made: World, seed: int) -> None:
     os.getpid = lambda: 4242
     os.fdatasync = lambda fd: None
     made.uids[CONTROLLER] = SLURM
-    site_settings._uid = lambda name, otherwise: SLURM
+    site_settings._find_uid = lambda name, otherwise: SLURM
     names: Any = SimpleNamespace(
         gethostname=lambda: current().host, getaddrinfo=_nowhere, socket=socket.socket, SOCK_DGRAM=socket.SOCK_DGRAM
     )

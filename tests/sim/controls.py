@@ -62,7 +62,7 @@ def no_seal_asked() -> None:
         order = sorted((slot.stamp or Stamp(0, 0), index) for index, slot in enumerate(self.slots))
         return order[0][1]
 
-    patch(SlotPair, "_room", room)
+    patch(SlotPair, "_choose_slot", room)
 
 
 @control
@@ -107,7 +107,7 @@ def sealed_by_some() -> None:
                 self._up(ballot)
             return
         self._root.update("job", ballot.vote)
-        self.on_decision(self._root.decision(), ballot.degraded)
+        self.on_decision(self._root.decide(), ballot.degraded)
 
     patch(Voting, "_send_vote", tell)
 
@@ -134,7 +134,7 @@ def skips_are_not_told() -> None:
 @control
 def nothing_is_voided() -> None:
     """R4: after a recovery copies count that it has not chosen."""
-    patch(SlotPair, "void_except", lambda self, *keep: ())
+    patch(SlotPair, "empty_except", lambda self, *keep: ())
 
 
 @control
@@ -214,32 +214,32 @@ def no_freeze() -> None:
 @control
 def abandoned_by_one() -> None:
     """A version is given up though every pair can still have it."""
-    patch(votes.Vote, "possible", lambda self, stamp: stamp in self.kept)
+    patch(votes.Vote, "is_possible", lambda self, stamp: stamp in self.kept)
 
 
 @control
 def half_of_the_pairs_vote() -> None:
     """R2: an agent votes for what is complete in some of its pairs, not in all."""
-    counted = votes.vote_of
+    counted = votes.build_vote
 
-    def vote_of(pairs: Any, expected: int | None = None) -> votes.Vote:
+    def build_vote(pairs: Any, expected: int | None = None) -> votes.Vote:
         vote = counted(pairs, expected)
         return votes.Vote(vote.seen, vote.seen, vote.floor, vote.kept)
 
-    patch(voting, "vote_of", vote_of)
+    patch(voting, "build_vote", build_vote)
 
 
 @control
 def nothing_is_abandoned() -> None:
     """R2: who waits for a version that will never be complete waits for ever."""
-    word = votes.Root.decision
-    patch(votes.Root, "decision", lambda self: Decision(word(self).sealed))
+    word = votes.Root.decide
+    patch(votes.Root, "decide", lambda self: Decision(word(self).sealed))
 
 
 @control
 def no_fallback_is_kept() -> None:
     """R4: of a version that was chosen and never sealed there may be one copy; what was sealed before is voided."""
-    patch(recovery_plan, "_fallback", lambda chosen, choosable, sealed: ())
+    patch(recovery_plan, "_choose_fallback", lambda chosen, choosable, sealed: ())
 
 
 @control
@@ -269,11 +269,11 @@ def spared(broken: Callable[[], None]) -> Callable[[], None]:
 def any_part_goes_on() -> None:
     """Views: a part of a split network goes on with as many nodes as it has."""
 
-    def without(self: View, dead: Iterable[str], nodes: int = 0) -> View | None:
+    def exclude(self: View, dead: Iterable[str], nodes: int = 0) -> View | None:
         lost = self.lost | set(dead).intersection(self.allocated)
         return None if lost == self.lost or len(lost) == len(self.allocated) else replace(self, lost=lost)
 
-    patch(View, "without", without)
+    patch(View, "exclude", exclude)
 
 
 @spared

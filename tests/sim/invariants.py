@@ -21,7 +21,7 @@ from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.voting import SubtreeVote, Voting
 from gemini_hpc.core.slots import SlotPair, Stamp
-from gemini_hpc.core.votes import FANOUT, Decision, Vote, children
+from gemini_hpc.core.votes import FANOUT, Decision, Vote, list_children
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
@@ -48,7 +48,7 @@ RECOVERING = ("noted", "collecting", "planned", "acknowledged", "go", "live")  #
 def _below(host: str, hosts: tuple[str, ...]) -> set[str]:
     """This one and all below it in the tree."""
     found = {host}
-    for child in children(hosts.index(host), len(hosts), FANOUT):
+    for child in list_children(hosts.index(host), len(hosts), FANOUT):
         found |= _below(hosts[child], hosts)
     return found
 
@@ -84,13 +84,13 @@ class Truth:
     def died(self, agent: Agent) -> None:
         """Its memory is where ranks have it, for a successor."""
         for shard in agent.store:
-            self.left[agent.identity.node, shard.rank] = shard.pair.complete_stamps()
+            self.left[agent.identity.node, shard.rank] = shard.pair.list_complete_stamps()
 
     # ---- R1 --------------------------------------------------------------------------------------------
 
     def overwritten(self, training: Training, shard: Shard, lost: Stamp, abandoned: bool) -> None:
         """A slot that had `lost` complete is given out; abandoned: its agent has heard that from the root."""
-        complete = shard.pair.complete_stamps()
+        complete = shard.pair.list_complete_stamps()
         held = f"[{', '.join(map(str, sorted(complete)))}]"
         sealed = [s for s in complete if s <= max(self.sealed.get(s.epoch, _NEVER), training.settled or _NEVER)]
         if lost == self.sealed.get(lost.epoch) and max(complete, default=_NEVER) < lost:
@@ -132,10 +132,10 @@ class Truth:
                 here_too = mine.membership.redundancy
                 if node_rank not in here_too.list_holders(home):
                     continue
-                if shard is None or stamp not in shard.pair.complete_stamps():
+                if shard is None or stamp not in shard.pair.list_complete_stamps():
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")
                 beside = agent.store.parities.get((training.name, rank))
-                if here_too.parity and (beside is None or stamp not in beside.pair.complete_stamps()):
+                if here_too.parity and (beside is None or stamp not in beside.pair.list_complete_stamps()):
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no parity beside shard {rank}")
 
     def _homes(self, training: Training, number: int) -> dict[int, int]:
@@ -164,7 +164,7 @@ class Truth:
                 continue
             vote = Vote(floor=shard.pair.floor, kept=shard.pair.kept)
             for stamp in sorted(left):
-                if not vote.possible(stamp):
+                if not vote.is_possible(stamp):
                     self.wrong(
                         f"R2: shard {shard.rank} will never have {stamp}, it says, and that is still to come back"
                     )
@@ -180,7 +180,7 @@ class Truth:
         keep = {s.name: {Stamp(*stamp) for stamp in s.keep} for s in plan.trainings}
         for shard in member._store.list_all():
             self.left.pop((member._identity.node, shard.rank), None)
-            if more := shard.pair.complete_stamps() - keep.get(shard.training, set()):
+            if more := shard.pair.list_complete_stamps() - keep.get(shard.training, set()):
                 self.wrong(
                     f"R4: shard {shard.rank} still counts {sorted(map(str, more))} after the plan without them"
                 )
@@ -303,10 +303,10 @@ def _slots(truth: Truth) -> None:
 def _seals(truth: Truth) -> None:
     def tell(was: Any, self: Voting) -> None:
         root = self._root
-        before = root.decision().sealed if root is not None else None
+        before = root.decide().sealed if root is not None else None
         was(self)
         if root is not None:
-            word = root.decision()
+            word = root.decide()
             truth.word(word)
             if word.sealed is not None and word.sealed != before:
                 truth.seals(self, word.sealed)

@@ -13,7 +13,7 @@ import numpy as np
 from gemini_hpc.core.digest import digest
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.dtypes import item_bytes
+from gemini_hpc.format.dtypes import get_item_bytes
 from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
 from gemini_hpc.format.slot_header import SlotLayout, pack_header
 from gemini_hpc.tier.shards import ParsedSlot
@@ -58,7 +58,7 @@ def make(
     pieces = shard_manifest.place(rows, list(boxes))
     manifest = ShardManifest(rank, world, rows, pieces, aliases or {})
     packed = shard_manifest.pack(manifest)
-    layout = SlotLayout.plan(len(packed), manifest.tensor_bytes(), max(8192, len(small)))
+    layout = SlotLayout.plan(len(packed), manifest.count_tensor_bytes(), max(8192, len(small)))
     if fd >= 0:
         os.ftruncate(fd, layout.total)
     memory = mmap.mmap(fd, layout.total)
@@ -70,7 +70,7 @@ def make(
     values = {}
     for piece in pieces:
         row = rows[piece.row]
-        size = math.prod(piece.size) * item_bytes(row.dtype)
+        size = math.prod(piece.size) * get_item_bytes(row.dtype)
         data = bytes(size) if row.dtype == "bool" else dice.bytes(size)
         if row.dtype in ("float32", "float64", "bfloat16"):  # numbers, that equal themselves
             data = (dice.integers(0, 64, size, dtype=np.uint8)).tobytes()

@@ -131,7 +131,7 @@ EVERYTHING = [
 def test_whatever_stands_before_the_buffers() -> None:
     buffers = {"model.a": torch.arange(6).reshape(2, 3), "model.b": torch.tensor(2.0, dtype=torch.bfloat16)}
     small = encode.encode({"rng": EVERYTHING, "more": EVERYTHING[0], "buffers": buffers, "after": EVERYTHING})
-    found = small_state.buffers(small)
+    found = small_state.list_buffers(small)
     assert [(row.key, row.dtype, row.shape) for row, _ in found] == [
         ("model.a", "int64", (2, 3)),
         ("model.b", "bfloat16", ()),
@@ -148,11 +148,11 @@ def test_garbage_is_a_value_error_at_most(garbage: bytes, at: int) -> None:
     small = encode.encode({"rng": EVERYTHING, "buffers": {"model.a": torch.zeros(2)}})
     for data in (garbage, small[:at] + garbage + small[at + len(garbage) :]):
         with suppress(ValueError):
-            small_state.buffers(data)
+            small_state.list_buffers(data)
 
 
 def test_a_small_state_that_ends_early_is_none() -> None:
     small = encode.encode({"rng": EVERYTHING[:20], "buffers": {"model.a": torch.zeros(2)}})
     for end in range(1, len(small)):
         with pytest.raises(ValueError, match="ends early"):
-            small_state.buffers(small[:end])
+            small_state.list_buffers(small[:end])

@@ -109,7 +109,7 @@ class Node:
                     sock.shutdown(socket.SHUT_RDWR)
             self.connections.clear()
             for held in self.held.values():
-                held.pair.void_filling()
+                held.pair.empty_filling()
 
     def forget(self) -> None:
         for held in self.held.values():
@@ -218,7 +218,7 @@ class Node:
             held = self.held.get(m.rank)
             if held is None:
                 return local.Refused("not registered"), []
-            voted = held.pair.complete_stamps()
+            voted = held.pair.list_complete_stamps()
             try:
                 index = held.pair.begin_version(Stamp(job.epoch, m.version), job.sealed, job.abandoned(), voted=voted)
                 held.commit(index, None)
@@ -228,7 +228,7 @@ class Node:
         if isinstance(m, local.Abort):
             held = self.held.get(m.rank)
             if held is not None and held.pair.slots[m.slot].stamp == Stamp(job.epoch, m.version):
-                held.pair.void(m.slot)
+                held.pair.empty_slot(m.slot)
             return local.Ok(), []
         if isinstance(m, local.Fetch):
             for node in job.nodes:
@@ -308,7 +308,7 @@ class Node:
         found = held.digest(m.slot, m.used)
         if found != (m.digest or (found if held.home == self.rank else "")):
             self.job.corrupt.append(m)
-            held.pair.void(m.slot)
+            held.pair.empty_slot(m.slot)
             return False
         header = parse_header(os.pread(held.fds[m.slot], HEADER_BYTES, 0), held.bytes)
         assert (header.rank, header.stamp, header.used_bytes) == (m.rank, Stamp(self.job.epoch, m.version), m.used)
@@ -360,7 +360,7 @@ class FakeJob:
 
     def abandoned(self) -> frozenset[Stamp]:
         pairs = self.pairs()
-        seen = {stamp for held in pairs for stamp in held.pair.complete_stamps()}
+        seen = {stamp for held in pairs for stamp in held.pair.list_complete_stamps()}
         return frozenset(
             s
             for s in seen
@@ -374,7 +374,7 @@ class FakeJob:
         for held in pairs:
             wanted = placement.list_holders(held.home, len(self.nodes), self.m, self.order)
             assert all(held.rank in self.nodes[h].held for h in wanted), "a shard is not where placement wants it"
-        common = frozenset.intersection(*(held.pair.complete_stamps() for held in pairs))
+        common = frozenset.intersection(*(held.pair.list_complete_stamps() for held in pairs))
         common = frozenset(s for s in common if s.version <= self.seal_until)
         if common and (self.sealed is None or max(common) > self.sealed):
             self.sealed = max(common)
@@ -399,19 +399,19 @@ class FakeJob:
             candidates = []
             for node in self.nodes:  # what was sealed last may be in smaller slots
                 for older in node.outgrown:
-                    if not node.held[older.rank].pair.complete_stamps() and older.pair.complete_stamps():
+                    if not node.held[older.rank].pair.list_complete_stamps() and older.pair.list_complete_stamps():
                         self.ancestors.remove(older)
                         self.ancestors.append(node.held[older.rank])
                         node.held[older.rank] = older
                 node.outgrown.clear()
             for rank in range(world):
-                have = [node.held[rank].pair.complete_stamps() for node in self.nodes if rank in node.held]
+                have = [node.held[rank].pair.list_complete_stamps() for node in self.nodes if rank in node.held]
                 candidates.append(frozenset().union(*have))
             common = frozenset.intersection(*candidates) if candidates else frozenset()
             self.chosen = max(common) if common else None
             self.chosen_world = world if self.chosen else 0
             for held in self.pairs():
-                held.pair.void_except(self.chosen)
+                held.pair.empty_except(self.chosen)
             self.epoch += 1
             self.restart += 1
             self.sealed = self.chosen

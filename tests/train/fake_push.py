@@ -121,7 +121,7 @@ class Push:
             holder = self._holder.make(self._training_name, self._rank, home.world, home.home, home.bytes)
             self._holder.page.set_grown(self._holder.page.grown + 1)
         try:
-            voted = holder.pair.complete_stamps()
+            voted = holder.pair.list_complete_stamps()
             self._slots = index, holder.pair.begin_version(stamp, job.sealed, job.abandoned(), voted=voted)
         except Refused as refused:
             return local.Refused(refused.reason)

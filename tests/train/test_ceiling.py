@@ -223,13 +223,13 @@ def test_the_budget_is_spent_once_and_earned_slowly() -> None:
     budget = WaitBudget(0.01)
     assert budget.left_s == FIRST_S
     budget.spend(3.0)
-    budget.trained(100.0)
+    budget.add_training(100.0)
     assert budget.left_s == pytest.approx(FIRST_S - 3.0 + 1.0) and budget.first_waited_s == 3.0
     budget.end_first_phase()
     assert budget.left_s == MOST_SAVED_S
     budget.spend(2.0)
     assert budget.left_s == 0.0
-    budget.trained(60.0)
+    budget.add_training(60.0)
     assert budget.left_s == pytest.approx(0.1), "what was lost beyond it is made up for first"
 
 
@@ -268,33 +268,33 @@ def test_versions_in_time_are_seen_too_and_a_new_plan_begins_anew() -> None:
         if lag_s < 0:
             latency.poll()
         for iteration in range(1, 4):  # until the next version begins
-            latency.due(10.0 * version + iteration)
+            latency.record_due(10.0 * version + iteration)
             latency.poll()
 
     for version in range(1, 41):
         save(version, 0.5 if version % 4 == 0 else -0.5)
-        assert latency.lag_s(0.01) == 0.0
+        assert latency.measure_lag_s(0.01) == 0.0
     for version in range(41, 45):
         save(version, 0.5)
-    assert latency.lag_s(0.01) == pytest.approx(0.5), "later iterations do not count as versions in time"
+    assert latency.measure_lag_s(0.01) == pytest.approx(0.5), "later iterations do not count as versions in time"
     for version in range(45, 49):
         save(version, 0.5)
     latency.follow_plan()
-    assert latency.lag_s(0.01) == 0.0, "these were of another plan"
+    assert latency.measure_lag_s(0.01) == 0.0, "these were of another plan"
 
 
 def test_versions_that_are_late_again_and_again_are_seen() -> None:
     seal = [(1, 0), 0.0]
     latency = SealLatency(lambda: (seal[0], seal[1]))  # type: ignore[arg-type,return-value]
     for version, lag_s in enumerate((0.0, 0.5, 0.4, 0.6), 1):
-        assert latency.lag_s(0.01) == 0.0
+        assert latency.measure_lag_s(0.01) == 0.0
         latency.begin_version(job(version, 10.0 * version))
-        latency.due(10.0 * version + 1)
+        latency.record_due(10.0 * version + 1)
         seal[:] = [(1, version), 10.0 * version + 1 + lag_s]
         latency.poll()
-    assert latency.lag_s(0.55) == 0.0, "so much is allowed"
-    assert latency.lag_s(0.01) == pytest.approx(0.45)
-    assert latency.lag_s(0.01) == 0.0, "the next answer is of other versions"
+    assert latency.measure_lag_s(0.55) == 0.0, "so much is allowed"
+    assert latency.measure_lag_s(0.01) == pytest.approx(0.45)
+    assert latency.measure_lag_s(0.01) == 0.0, "the next answer is of other versions"
 
 
 # ---- the first version of a training whose traffic is planned -------------------------------------------

@@ -438,7 +438,7 @@ def capture_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Capt
     manifest = ShardManifest(0, 1, rows, place(rows, [(b.entry, b.offset, b.size) for b in blocks]))
     capture = Capture(manifest, leaves, entries, blocks)
     capture.bind(leaves)
-    return capture, tree, torch.zeros(manifest.tensor_bytes(), dtype=torch.uint8)
+    return capture, tree, torch.zeros(manifest.count_tensor_bytes(), dtype=torch.uint8)
 
 
 def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -459,7 +459,7 @@ def pieces(capture: Capture, area: torch.Tensor, key: str) -> torch.Tensor:
         view = out
         for dim, (start, length) in enumerate(zip(p.offset, p.size, strict=True)):
             view = view.narrow(dim, start, length)
-        view.copy_(area[p.at : p.at + manifest.nbytes(p)].view(torch.float32).view(p.size))
+        view.copy_(area[p.at : p.at + manifest.count_bytes(p)].view(torch.float32).view(p.size))
     return out
 
 

@@ -113,8 +113,8 @@ class Training:
 
     def beside(self) -> float:
         """Share of the chunks' time beside collectives of the device."""
-        busy = spans.joined((a, b) for a, b, _ in self.link.chunks)
-        both = spans.common(busy, spans.joined(self.device.collectives))
+        busy = spans.join_intervals((a, b) for a, b, _ in self.link.chunks)
+        both = spans.intersect_intervals(busy, spans.join_intervals(self.device.collectives))
         return sum(b - a for a, b in both) / sum(b - a for a, b in busy)
 
 

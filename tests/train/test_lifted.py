@@ -153,7 +153,7 @@ def test_what_is_lifted_is_put_back() -> None:
         loaded[each.key] = lifted.allocate_tensor(each).copy_(lift.found[each.key])
     back = lifted.put_back(decoded, loaded)
     assert encode.encode(back) == encode.encode(small)
-    assert [row.key for row, _ in small_state.buffers(encode.encode(without))] == ["model.few"]
+    assert [row.key for row, _ in small_state.list_buffers(encode.encode(without))] == ["model.few"]
 
 
 @pytest.mark.parametrize(

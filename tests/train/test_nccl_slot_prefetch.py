@@ -51,7 +51,7 @@ class Agent:
         with self._lock:
             if isinstance(m, local.Abort):
                 if self.pair.slots[m.slot].stamp == Stamp(1, m.version):
-                    self.pair.void(m.slot)
+                    self.pair.empty_slot(m.slot)
                 return local.Ok(), []
             assert isinstance(m, local.BeginVersion)
             before, self.before_begin = self.before_begin, None

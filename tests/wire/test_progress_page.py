@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.client.own_progress import OwnProgress
-from gemini_hpc.core.standstill import shortened
+from gemini_hpc.core.standstill import shorten_stack
 from gemini_hpc.wire import progress_page
 from gemini_hpc.wire.progress_page import Progress
 
@@ -64,7 +64,7 @@ def test_a_rank_writes_and_answers_with_its_stack() -> None:
         asking.start()
         time.sleep(0.5)  # in C code
         asking.join()
-        text = shortened(os.pread(fd, 1 << 16, begin).decode(), 500)
+        text = shorten_stack(os.pread(fd, 1 << 16, begin).decode(), 500)
         assert text.startswith("test_a_rank_writes_and_answers_with_its_stack (test_progress_page.py:"), text
     finally:
         own.close()

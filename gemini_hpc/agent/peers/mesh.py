@@ -139,7 +139,7 @@ class Mesh:
         if known is not None:
             ports = [known, *(p for p in ports if p != known)]
         ports = ports[: len(ports) if known is None else 4]
-        address = self._settings.address_of(name)
+        address = self._settings.format_address(name)
         try:
             link, port = await connect_any(address, ports, lambda: self.build_client(name, purpose), timeout_s)
         except OtherView as exc:
@@ -234,7 +234,7 @@ class Mesh:
     @property
     def silence_s(self) -> float:
         """Return the silence in seconds after which a peer is suspected."""
-        return self._settings.heartbeat_timeout_s()
+        return self._settings.compute_heartbeat_timeout_s()
 
     @property
     def dead(self) -> set[str]:

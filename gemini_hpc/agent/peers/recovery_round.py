@@ -30,7 +30,7 @@ from gemini_hpc.agent.peers import round_plan
 from gemini_hpc.core import domains, node_ranks, recovery_plan
 from gemini_hpc.core.sequence import Closed, Closing
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.votes import FANOUT, children, parent
+from gemini_hpc.core.votes import FANOUT, find_parent, list_children
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import peer, protocol
@@ -158,9 +158,9 @@ class RecoveryRounds:
         self._host, self._name, self.hosts, self._spawn = host, name, hosts, spawn
         self._fanout = fanout
         position = hosts.index(name)
-        above = parent(position, fanout)
+        above = find_parent(position, fanout)
         self.parent = None if above is None else hosts[above]
-        self.children = tuple(hosts[c] for c in children(position, len(hosts), fanout))
+        self.children = tuple(hosts[c] for c in list_children(position, len(hosts), fanout))
         self.round = 0
         self.stage = "idle"
         self.step = ""
@@ -263,7 +263,7 @@ class RecoveryRounds:
             return (self.parent,)
         found = [self.hosts.index(child) for child in self._list_missing()]
         for position in found:
-            found.extend(children(position, len(self.hosts), self._fanout))
+            found.extend(list_children(position, len(self.hosts), self._fanout))
         return tuple(self.hosts[position] for position in found)
 
     def _describe_wait(self) -> str:
@@ -588,7 +588,7 @@ class RecoveryRounds:
             {r.host: round_plan.build_inventory(r, rejected) for r in records},
             self.hosts,
             self._host.replicas,
-            min_epoch=recovery_plan.first_epoch(self._host.restart),
+            min_epoch=recovery_plan.compute_first_epoch(self._host.restart),
             nodes=self._host.wanted,
             parity=self._host.parity,
             by_host=self._host.domains,

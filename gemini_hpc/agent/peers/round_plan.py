@@ -165,7 +165,7 @@ def is_unwanted(
         rejected: Versions rejected in this job.
         unreadable: Versions that could not be read in this job.
     """
-    here = recovery_plan.inherited(stamp)
+    here = recovery_plan.inherit_stamp(stamp)
     return (name, here) in set(unreadable) or any(found.covers(name, here) for found in rejected)
 
 
@@ -248,7 +248,7 @@ def take_over(
         ),
         takeover=takeover,
         stop=msgspec.structs.replace(plan.stop, reached=reached | plan.stop.reached),
-        closed=sequence.merged((*plan.closed, *_list_closed(left.records))),
+        closed=sequence.merge_closed((*plan.closed, *_list_closed(left.records))),
     )
 
 
@@ -256,12 +256,12 @@ def _list_closed(records: Iterable[peer.InventoryRecord]) -> list[Closed]:
     """Return the predecessor's closed trainings, with no step: none of this job's steps has closed them."""
     records = tuple(records)
     known = [closed for record in records for closed in record.closed]
-    found = sequence.merged(known, [part for record in records for part in record.closing])
+    found = sequence.merge_closed(known, [part for record in records for part in record.closing])
     return [msgspec.structs.replace(closed, restart=0, series="") for closed in found]
 
 
 def _inherit_copy(copy: Copy) -> Copy:
-    return msgspec.structs.replace(copy, stamp=recovery_plan.inherited(copy.stamp))
+    return msgspec.structs.replace(copy, stamp=recovery_plan.inherit_stamp(copy.stamp))
 
 
 def _list_sources(order: peer.PullOrder, holders: Mapping[tuple[str, int], Sequence[str]]) -> tuple[str, ...]:
@@ -292,7 +292,7 @@ def _adopt_training(
         holders: This job's future holders, by training and rank.
     """
     assert theirs.chosen is not None
-    stamp = recovery_plan.inherited(theirs.chosen)
+    stamp = recovery_plan.inherit_stamp(theirs.chosen)
     sealed = stamp if theirs.stored else None  # as in `add_stored_versions`: the tier is what the other holders were
     copies = tuple(
         (

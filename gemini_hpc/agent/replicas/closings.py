@@ -55,7 +55,7 @@ class Closings:
 
     def learn(self, found: Iterable[Closed], parts: Iterable[Closing] = ()) -> tuple[Closed, ...]:
         """Record more closed trainings and closings on disk. Return all closed trainings known now."""
-        self._put(sequence.merged((*self.all, *found), parts), self.own)
+        self._put(sequence.merge_closed((*self.all, *found), parts), self.own)
         return self.all
 
     def _put(self, closed: tuple[Closed, ...], closing: tuple[Closing, ...]) -> None:

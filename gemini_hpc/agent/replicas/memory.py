@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from gemini_hpc.client.mapped_slots import populate
-from gemini_hpc.config import Settings, own
+from gemini_hpc.config import Settings, build_own_settings
 from gemini_hpc.core.digest import Digest
 from gemini_hpc.format import commit_record
 from gemini_hpc.node import cgroup
@@ -253,7 +253,7 @@ class Budget:
         source = "memory_cap_bytes" if s.memory_cap_bytes else f"memory_fraction {s.memory_fraction:g}"
         if cap == all_of_it:
             return f"the node's cap is {_format_mib(cap)} ({source})"
-        if s == own():
+        if s == build_own_settings():
             return (
                 f"the job's agents may take {_format_mib(cap)} ({self._share}); "
                 "more memory for the job (--mem) raises it"

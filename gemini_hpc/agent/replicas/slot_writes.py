@@ -79,7 +79,7 @@ class SlotWrites:
 
     def empty_slot(self, shard: Shard, index: int) -> None:
         """Void a slot that will not be completed."""
-        shard.pair.void(index)
+        shard.pair.empty_slot(index)
         self._trainings.recount(shard.training)
 
     def read(self, shard: Shard, index: int, used: int) -> PendingDigest:
@@ -137,7 +137,7 @@ class SlotWrites:
             shard.memory[index].commit(claimed)
             self._completed(shard, index)
         else:
-            shard.pair.void(index)
+            shard.pair.empty_slot(index)
             self._log(
                 "damaged",
                 version=stamp.version,

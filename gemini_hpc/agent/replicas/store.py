@@ -115,7 +115,7 @@ class Shard:
         if record is None:
             return False
         if digest != record.digest:
-            self.pair.void(index)
+            self.pair.empty_slot(index)
             return False
         self.verified[index] = clock.time()
         return True
@@ -242,7 +242,7 @@ class Store:
             return
         for index, slot in enumerate(shard.pair.slots):
             if shard.memory[index].fd >= 0 and (slot.stamp is None or slot.stamp < sealed or slot.stamp in abandoned):
-                shard.pair.void(index)
+                shard.pair.empty_slot(index)
                 shard.memory[index].close()
                 self.budget.release(shard.bytes)
 
@@ -342,7 +342,7 @@ class Store:
         key, held = (shard.training, shard.rank), self._find_table(shard)
         old = held.get(key)
         if old is not None:
-            if old.pair.complete_stamps():
+            if old.pair.list_complete_stamps():
                 self.ancestors.append(old)
             else:
                 self._close(old)
@@ -387,7 +387,7 @@ class Store:
         for shard in [s for s in self.ancestors if s.training == training_name]:
             heir = self._find_table(shard).get((training_name, shard.rank))
             # A late seal may name a version that only the ancestor has. The heir's versions may never be sealed.
-            if heir is None or sealed in heir.pair.complete_stamps():
+            if heir is None or sealed in heir.pair.list_complete_stamps():
                 self.ancestors.remove(shard)
                 self._close(shard)
         for key, shard in [*self.shards.items(), *self.parities.items()]:

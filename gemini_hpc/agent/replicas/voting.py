@@ -8,7 +8,7 @@ import msgspec
 
 from gemini_hpc.core.moments import Moment, MomentReport, describe_difference
 from gemini_hpc.core.slots import SlotPair, Stamp
-from gemini_hpc.core.votes import SILENT, Decision, Root, Vote, merge, vote_of
+from gemini_hpc.core.votes import SILENT, Decision, Root, Vote, build_vote, merge
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.bounds import Strict
 
@@ -109,7 +109,7 @@ class Voting:
                 if slot.state == "complete" and slot.stamp is not None:
                     self._moments.setdefault(slot.stamp, {})[rank] = slot.moment
         self._moments = {stamp: self._moments[stamp] for stamp in sorted(self._moments)[-_REMEMBERED:]}
-        vote = vote_of(pairs, own=homes.values())
+        vote = build_vote(pairs, own=homes.values())
         self._own = SubtreeVote(vote, len(pairs), world, kinds=kind, reports=self._reports) if pairs else _NOTHING
         self._send_vote()
 
@@ -153,10 +153,10 @@ class Voting:
         if ballot.pairs != ballot.world * self._pairs_each or ballot.kinds not in (RESUMED, REGISTERED):
             vote = Vote(frozenset(), vote.seen, vote.floor, vote.kept)
         self._root.update("job", vote, ballot.world)
-        word = self._root.decision()
+        word = self._root.decide()
         if word.void is not None and word.void == self.decision.void and len(ballot.reports) == ballot.world:
             self._root.explain(describe_difference(word.void.version, ballot.reports))
-            word = self._root.decision()
+            word = self._root.decide()
         self.on_decision(word, ballot.degraded)
 
     def on_decision(self, word: Decision, degraded: bool) -> None:

@@ -68,7 +68,7 @@ class TierChoice:
         if not isinstance(self.interval, str):
             return None
         here, per_day = self._membership, self._settings.node_losses_per_day
-        return tier_interval.unserved_per_day(here.redundancy, per_day, tier_interval.WINDOW_S)
+        return tier_interval.compute_unserved_per_day(here.redundancy, per_day, tier_interval.WINDOW_S)
 
     def explain_interval(self, took_s: float | None) -> str:
         """Return the reason for the interval, for people.

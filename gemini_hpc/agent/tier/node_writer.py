@@ -133,7 +133,7 @@ class NodeWriter:
         for shard in self._store:  # includes ancestors of a training that has grown since
             ranks = {other.rank for other in found.get(shard.home, ())}
             wanted = shard.training == what.training and shard.home in what.homes and shard.rank not in ranks
-            if wanted and what.stamp in shard.pair.complete_stamps():
+            if wanted and what.stamp in shard.pair.list_complete_stamps():
                 found.setdefault(shard.home, []).append(shard)
         return found
 

@@ -152,7 +152,7 @@ class Salvage:
             shards = [shard for shard in self._store if shard.training == training.name]
             last, world = training.sealed, training.world
             for shard in shards:
-                stamps = shard.pair.complete_stamps()
+                stamps = shard.pair.list_complete_stamps()
                 world = shard.world if last in stamps else world
                 held += [peer.Held(training.name, shard.rank, shard.home, s) for s in sorted(stamps)]
             if last is not None and world and not self._rejections.is_rejected(training.name, last):

@@ -21,7 +21,7 @@ from gemini_hpc.agent.tier import save_events as events
 from gemini_hpc.agent.tier.save_events import Effect, SaveFacts
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.tier_interval import automatic_s
+from gemini_hpc.core.tier_interval import choose_interval_s
 from gemini_hpc.wire import peer
 
 AGAIN_S = 5.0  # wait after a failure, unless the interval is shorter; also the interval of repeated orders
@@ -128,7 +128,7 @@ class SaveRules:
             unserved_per_day: As in `Facts`.
         """
         took_s = self.compute_duration_s(name)
-        return named_s if unserved_per_day is None or took_s is None else automatic_s(took_s, unserved_per_day)
+        return named_s if unserved_per_day is None or took_s is None else choose_interval_s(took_s, unserved_per_day)
 
     def _derive_interval_s(self, name: str, facts: SaveFacts) -> float:
         return self.compute_interval_s(name, facts.interval_s, facts.unserved_per_day)

@@ -236,7 +236,7 @@ class PartReceiver:
             for slot, came in zip(beside.pair.slots, beside.since, strict=True):
                 if slot.state != "complete" or slot.stamp is None or slot.stamp <= sealed or came > since:
                     continue
-                if slot.stamp in shard.pair.complete_stamps() or slot.stamp.epoch != self._membership.epoch:
+                if slot.stamp in shard.pair.list_complete_stamps() or slot.stamp.epoch != self._membership.epoch:
                     continue
                 if (index := shard.pair.find(slot.stamp)) is not None:
                     state.fill = None

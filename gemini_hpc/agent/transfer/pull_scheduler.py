@@ -182,7 +182,7 @@ class PullScheduler:
                 await self._fetch(copy, memory, sources, stop)
         except BaseException:
             if shard.pair.slots[index].state == "filling" and shard.pair.slots[index].stamp == stamp:
-                shard.pair.void(index)
+                shard.pair.empty_slot(index)
             raise
         self._complete_slot(copy, shard, index)
         return memory
@@ -221,7 +221,7 @@ class PullScheduler:
             return None
         port = incarnation.mesh.ports.get(host) or _find_planned_port(incarnation, host)
         client = incarnation.mesh.build_client(host, "pull")
-        return pull.Source(host, settings.address_of(host), port, client, stamp)
+        return pull.Source(host, settings.format_address(host), port, client, stamp)
 
     def _complete_slot(self, copy: Copy, shard: Shard, index: int) -> None:
         if shard.parity is not None:
@@ -252,7 +252,7 @@ class PullScheduler:
         shard.pair.slots[index].busy = True
         memory.commit(None)
         if await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING) != copy.digest:
-            shard.pair.void(index)
+            shard.pair.empty_slot(index)
             raise pull.PullFailed("the digest does not match: damaged copy")
         self._complete_slot(copy, shard, index)
         return memory
@@ -273,7 +273,7 @@ class PullScheduler:
                 if host != source and takeover is not None:
                     client = self._predecessor.build_client(host, "pull", takeover.job)
                     port, stamp = takeover.ports.get(host, 0), takeover.stamps.get(copy.training, copy.stamp)
-                    ways.append(pull.Source(host, me.settings.address_of(host), port, client, stamp))
+                    ways.append(pull.Source(host, me.settings.format_address(host), port, client, stamp))
                 elif host != me.node and (way := self._find_source(host, copy.stamp)) is not None:
                     ways.append(way)
             connections = max(1, pull.AT_ONCE // max(1, len(self._running)))

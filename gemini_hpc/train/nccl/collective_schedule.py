@@ -148,17 +148,17 @@ def program(terms: Terms, s: int) -> Program:
         ValueError: If `schedule` refuses the terms, or the ranks are not `alike`.
     """
     windows = common(terms.profiles)
-    line = spans.timeline(windows, s)
+    line = spans.build_timeline(windows, s)
     plan = schedule.plan(line.T, terms.C, terms.m, terms.R, terms.p, terms.B, terms.alpha, terms.mu)
     gate = Place(s - 1, True, 0)
     places, chunks = [], []
     last = len(line.T) - 1
     left_s = terms.mu * line.T[last]
     for number, part in enumerate(plan.partitions):
-        iteration, index = line.at(part.span)
+        iteration, index = line.locate_span(part.span)
         place = Place(iteration, not windows[index].before_gate, windows[index].after)
         if part.span == last:  # Algorithm 2's infinite span: what exceeds its true length goes at the gate
-            left_s -= schedule.seconds(part.size, terms.B, terms.alpha)
+            left_s -= schedule.compute_transfer_s(part.size, terms.B, terms.alpha)
             place = place if left_s >= 0 else gate
         places.append(place)
         chunks.append(Chunk(number, part.replica, part.offset, part.size))

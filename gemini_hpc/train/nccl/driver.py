@@ -229,7 +229,7 @@ class Driver:
                 if piece.at > end:  # gaps between tensors are sent too, because the digest covers them
                     pieces.append(Piece(end, self._zeros[: piece.at - end]))
                 pieces.append(Piece(piece.at, view))
-                end = piece.at + self._capture.manifest.nbytes(piece)
+                end = piece.at + self._capture.manifest.count_bytes(piece)
             known = self._tensors = views, Tensors(pieces)
         return known[1]
 

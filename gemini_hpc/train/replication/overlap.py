@@ -69,7 +69,7 @@ def _match_piece(
     offset = tuple(a - b for a, b in zip(piece.offset, mine.entry.offset, strict=True))
     inside = all(a >= 0 and a + n <= most for a, n, most in zip(offset, piece.size, mine.entry.size, strict=True))
     at = layout.tensor_offset + piece.at
-    return Piece(row.key, offset, piece.size, at, at + manifest.nbytes(piece)) if inside else None
+    return Piece(row.key, offset, piece.size, at, at + manifest.count_bytes(piece)) if inside else None
 
 
 def prepare_pairs(

@@ -186,7 +186,7 @@ class Route:
 
     def plan(self, s: int) -> schedule.Plan:
         """Return the result of Algorithm 2 over s iterations."""
-        T = spans.timeline(self.usable, s).T
+        T = spans.build_timeline(self.usable, s).T
         return schedule.plan(T, self.C, self.m, self.R, self.p, self.B, self.start_s, self.mu)
 
     def compute_late_s(self, s: int) -> float:
@@ -195,10 +195,10 @@ class Route:
 
     def build_timetable(self, s: int) -> Timetable:
         """Return the timetable for the sender, for versions that may take s iterations."""
-        line = spans.timeline(self.windows, s)
+        line = spans.build_timeline(self.windows, s)
         windows = []
         for index in range(len(line.T)):
-            iteration, number = line.at(index)
+            iteration, number = line.locate_span(index)
             window = self.windows[number]
             span = self.profile.spans[window.span]
             windows.append(Window(iteration, span.after, not span.before_gate, window.delay_s, window.length_s))
@@ -219,4 +219,4 @@ def find_common_windows(mine: Profile, others: Sequence[tuple[Profile, float]]) 
     """
     unlike = [(profile, shift) for profile, shift in others if profile.pattern != mine.pattern]
     alike = [profile for profile, _ in others if profile.pattern == mine.pattern]
-    return tuple(spans.capped(mine, spans.intersect(mine, unlike), alike))
+    return tuple(spans.cap_windows(mine, spans.intersect(mine, unlike), alike))

@@ -259,12 +259,12 @@ class IntervalController:
     def begin_seal_wait(self) -> None:
         """Record that the training begins to wait for the seal of the newest version."""
         self._waited_for = True
-        self._latency.due(clock.monotonic())
+        self._latency.record_due(clock.monotonic())
 
     def record_copy_wait(self, seconds: float) -> None:
         """Record the seconds that the optimizer has waited for the newest version's copy."""
         if not self._monitor.on_device:
-            self._cost.held(seconds)
+            self._cost.add_wait(seconds)
 
     def record_wait(self, seconds: float, ours_s: float | None = None) -> None:
         """Record a finished wait at the optimizer.
@@ -366,7 +366,7 @@ class IntervalController:
         self._latency.poll()
         self._pacer.deferred = self._defers
         length_s = clock.monotonic() - self._begun_at
-        self._budget.trained(max(0.0, length_s - waited_s))
+        self._budget.add_training(max(0.0, length_s - waited_s))
         self._pace.note(length_s - waited_s - self._cost.begun_s)
         self._version = version
         self._dirties.append(self._dirty or self._pacer.strayed)
@@ -534,7 +534,7 @@ class IntervalController:
         else:
             drifted = self._planner.has_drifted(self._route) or self._planner.adjust_size(*self._copy_bytes())
             allowed_s = self._traffic.overhead * self._agreed.j * self._pace.usual_s
-            self._planner.lag_s = self._latency.lag_s(allowed_s)
+            self._planner.lag_s = self._latency.measure_lag_s(allowed_s)
             wanted = self._compute_wish(fresh=drifted)
             if drifted:
                 self._apply_stage()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from gemini_hpc.core import spans
-from gemini_hpc.core.save_interval import BATCH, OverheadController, sure_high
+from gemini_hpc.core.save_interval import BATCH, OverheadController, find_upper_bound
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.schedule.pacer import Sent
 
@@ -54,8 +54,10 @@ class Pictured:
         began, length_s = self.trace.started_s, self.trace.length_s
         chunks = [(c.sent_at - began, c.acked_at - began) for c in self.chunks]
         inside = [(max(0.0, a), min(b, length_s)) for a, b in chunks if b > 0 and a < length_s]
-        busy = spans.joined(inside)
-        beside = spans.common(busy, spans.joined((op.start_s, op.end_s) for op in self.trace.ops))
+        busy = spans.join_intervals(inside)
+        beside = spans.intersect_intervals(
+            busy, spans.join_intervals((op.start_s, op.end_s) for op in self.trace.ops)
+        )
         return len(inside), sum(b - a for a, b in busy), sum(b - a for a, b in beside)
 
 
@@ -158,7 +160,7 @@ class OverheadMonitor:
             return f"a version costs {cost:.2g} % of the time, {allowed:.2g} % are allowed"
         if self._age < self._trusted or len(self._costs) < BATCH:
             return ""
-        if (gained := -sure_high(self._costs)) > SHORTER:
+        if (gained := -find_upper_bound(self._costs)) > SHORTER:
             self._trusted *= 2
             return f"iterations take {100 * gained:.2g} % less than in the profile"
         return ""
@@ -169,7 +171,7 @@ class OverheadMonitor:
         if profile is None:
             return ""
         trace = subtract_capture(subtract_wait(picture.trace, picture.waited_s), picture.own_s)
-        if spans.pattern(trace.ops) != profile.pattern:
+        if spans.hash_pattern(trace.ops) != profile.pattern:
             self._others += 1
             return "" if self._others < IN_A_ROW else "an iteration launches other collectives than the profile has"
         self._others = 0
@@ -178,7 +180,7 @@ class OverheadMonitor:
             return ""
         usual = build_median_trace(self._alike)
         self._alike.clear()
-        return spans.drifted(profile, usual)
+        return spans.describe_drift(profile, usual)
 
 
 def build_median_trace(traces: Sequence[Trace]) -> Trace:

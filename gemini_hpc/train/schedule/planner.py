@@ -9,8 +9,8 @@ from math import ceil
 import msgspec
 
 from gemini_hpc.core import spans
-from gemini_hpc.core.save_interval import Need, OverheadController, choose
-from gemini_hpc.core.schedule import seconds
+from gemini_hpc.core.save_interval import Need, OverheadController, choose_frequency
+from gemini_hpc.core.schedule import compute_transfer_s
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.schedule.chunk_schedule import PAUSE_SHARES, Route, cut_beginnings, find_common_windows
 from gemini_hpc.train.schedule.link_model import LinkMeter
@@ -124,7 +124,7 @@ class Planner:
 
     def record_iteration(self, version: int, trace: Trace) -> None:
         """Record an iteration that had no traffic of ours before the optimizer."""
-        self._clean.setdefault(spans.pattern(trace.ops), []).append((version, trace))
+        self._clean.setdefault(spans.hash_pattern(trace.ops), []).append((version, trace))
 
     @property
     def _usual(self) -> list[tuple[int, Trace]]:
@@ -205,7 +205,7 @@ class Planner:
         lag_s = self.longest_s - standing.profile.iteration_s
         if lag_s <= _ROOM * self.longest_s:
             return standing.profile, standing.started_s, standing.version
-        return spans.waiting(standing.profile, lag_s), standing.started_s - lag_s, standing.version
+        return spans.add_lag(standing.profile, lag_s), standing.started_s - lag_s, standing.version
 
     def _adopt_profiles(self, profiles: Sequence[Profile]) -> None:
         self.longest_s = max((p.iteration_s for p in profiles), default=1.0)
@@ -297,7 +297,7 @@ class Planner:
             and not known.extra_s + known.fixed_s
         ):
             # the link may have been measured at a bad moment: with room to spare, save more often again
-            roomy = choose(lambda s: need(s) + _ROOM * usual_s, usual_s, ceiling=ceiling, own_s=self.own_s)
+            roomy = choose_frequency(lambda s: need(s) + _ROOM * usual_s, usual_s, ceiling=ceiling, own_s=self.own_s)
             known = None if roomy.j < j else known
         if known is None:
             known = OverheadController(
@@ -327,7 +327,7 @@ class Planner:
         The delay comes either from what travels in idle windows, or from the whole time between step() and seal.
         """
         travels, iteration_s = _derive_need(route), profile.iteration_s
-        whole_s = self.fixed_s + seconds(route.C * (route.m - 1), route.B, route.start_s) - profile.gate_s
+        whole_s = self.fixed_s + compute_transfer_s(route.C * (route.m - 1), route.B, route.start_s) - profile.gate_s
         known = self.fixed_s > 0
 
         def compute_late_s(s: int) -> float:
@@ -348,7 +348,7 @@ class Planner:
         if route is None or profile is None:
             return
         usual_s, ceiling, forced = profile.iteration_s, self._traffic.overhead, self._traffic.every or None
-        most = choose(_derive_need(route), usual_s, ceiling=ceiling, forced=forced, own_s=self.own_s)
+        most = choose_frequency(_derive_need(route), usual_s, ceiling=ceiling, forced=forced, own_s=self.own_s)
         if not most.within:
             return
         rarer = 1 if not forced and most.j >= _RARE else 0
@@ -357,10 +357,13 @@ class Planner:
                 left = replace(route, windows=cut_beginnings(route.windows, share))
                 if _derive_need(replace(left, C=ceil(_SPARE * left.C)))(s) > 0:
                     continue
-                if s <= most.s or choose(_derive_need(left), usual_s, ceiling=ceiling, own_s=self.own_s).j == s:
+                if (
+                    s <= most.s
+                    or choose_frequency(_derive_need(left), usual_s, ceiling=ceiling, own_s=self.own_s).j == s
+                ):
                     self._left_out = share
                     return
 
 
 def _derive_need(route: Route) -> Need:
-    return Need.of(route.usable, route.C, route.m, route.R, route.p, route.B, route.start_s, route.mu)
+    return Need.from_windows(route.usable, route.C, route.m, route.R, route.p, route.B, route.start_s, route.mu)

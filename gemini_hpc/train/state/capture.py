@@ -363,7 +363,7 @@ class Capture:
         views = []
         dtypes = [source.dtype for source in self._all for _ in source.boxes]
         for piece, dtype in zip(manifest.pieces, dtypes, strict=True):
-            raw = area[piece.at : piece.at + manifest.nbytes(piece)]
+            raw = area[piece.at : piece.at + manifest.count_bytes(piece)]
             views.append(raw.view(dtype).view(piece.size))
         self._targets[index] = (area.data_ptr(), views)
         return views
@@ -383,7 +383,7 @@ class Capture:
     def list_ranges(self, pieces: Iterable[int]) -> list[Range]:
         """Return the ranges of these pieces in the tensor area."""
         found = (self.manifest.pieces[number] for number in pieces)
-        return merge_ranges(((p.at, p.at + self.manifest.nbytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
+        return merge_ranges(((p.at, p.at + self.manifest.count_bytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
 
     def copy(self, job: CaptureJob, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> float:
         """Copy all tensors of the job into the tensor area of slot `index`.
@@ -409,7 +409,7 @@ class Capture:
         at = 0
         for piece in self.manifest.pieces:
             area[at : piece.at].zero_()
-            at = piece.at + self.manifest.nbytes(piece)
+            at = piece.at + self.manifest.count_bytes(piece)
 
     def bring(self, job: CaptureJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Copy from the second of each pair into the first.

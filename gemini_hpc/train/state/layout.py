@@ -155,7 +155,7 @@ def lay_out(
     pieces = shard_manifest.place(tuple(rows), [(b.entry, b.offset, b.size) for b in blocks])
     manifest = shard_manifest.ShardManifest(rank, len(gathered), tuple(rows), pieces, dict(aliases))
     packed = shard_manifest.pack(manifest)
-    tensor_bytes, capacity = manifest.tensor_bytes(), choose_small_capacity(draft.small_bytes, kept_capacity)
+    tensor_bytes, capacity = manifest.count_tensor_bytes(), choose_small_capacity(draft.small_bytes, kept_capacity)
     layout = SlotLayout.plan(len(packed), tensor_bytes, capacity)
     if layout.total < least_bytes:
         layout = SlotLayout.plan(len(packed), tensor_bytes, capacity + least_bytes - layout.total)

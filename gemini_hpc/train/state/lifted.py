@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gemini_hpc.format.dtypes import item_bytes
+from gemini_hpc.format.dtypes import get_item_bytes
 from gemini_hpc.train.state.encode import MAX_DEPTH, DTensorPart, Lifted
 from gemini_hpc.train.state.sample import sample_elements
 from gemini_hpc.train.state.source import TensorSource
@@ -94,7 +94,7 @@ def _is_liftable(tensor: torch.Tensor) -> bool:
     if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return False  # several elements share their memory: small, however large it looks
     try:
-        return item_bytes(name_dtype(tensor.dtype)) == tensor.element_size()
+        return get_item_bytes(name_dtype(tensor.dtype)) == tensor.element_size()
     except ValueError:
         return False
 

@@ -66,7 +66,7 @@ class SavedShard:
         manifest = shard_manifest.unpack(raw, layout.tensor_bytes)
         area = memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes]
         small = memory[layout.small_offset : header.used_bytes].numpy().tobytes()
-        return cls(header, manifest, lambda piece: area[piece.at : piece.at + manifest.nbytes(piece)], small)
+        return cls(header, manifest, lambda piece: area[piece.at : piece.at + manifest.count_bytes(piece)], small)
 
     def read_tensor(self, piece: Piece) -> torch.Tensor:
         """Return a piece with its own type and size.
