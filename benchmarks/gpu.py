@@ -225,16 +225,16 @@ class Ears:
     def __init__(self) -> None:
         self.landings: list[int] = []
 
-    def measured(self, size: int, seconds: float) -> None:
+    def on_measured(self, size: int, seconds: float) -> None:
         pass
 
-    def sent(self, version: int, whole: bool) -> None:
+    def on_sent(self, version: int, whole: bool) -> None:
         pass
 
-    def landed(self, version: int, rank: int) -> None:
+    def on_landed(self, version: int, rank: int) -> None:
         self.landings.append(version)
 
-    def failed(self, version: int, drained: bool) -> None:
+    def on_failed(self, version: int, drained: bool) -> None:
         raise Wrong(f"version {version} did not arrive")
 
 
@@ -269,13 +269,13 @@ def exchange(on: Machine, made: Communicator, size_bytes: int, versions: int) ->
         right = training.now().cpu() if version == versions else right
         pipeline.step(Save(version, training.tensors, copied, lambda rank: slots["other"].bytes))
         for number in range(3):
-            pipeline.launching()
-            own.launching(number)
+            pipeline.on_launching()
+            own.on_launching(number)
             training.compute()
-            pipeline.launched("none", None)
+            pipeline.on_launched("none", None)
         began = time.perf_counter()
-        own.gate()
-        pipeline.gate()
+        own.enqueue_rest()
+        pipeline.prepare_for_gate()
         waits.append(time.perf_counter() - began)
         training.optimizer.step()
     pipeline.finish()
@@ -362,11 +362,11 @@ def snapshot(on: Machine, size_bytes: int, iterations: int) -> None:
                 after = 0 if mode == "lazy" else -1
                 own.begin_copy(training.tensors, slot.bytes, tuple(Piecework(after, *cut) for cut in cuts))
             if mode == "eager":
-                own.gate()
-            own.launching(0)
+                own.enqueue_rest()
+            own.on_launching(0)
             for _ in range(3):
                 training.compute()
-        own.gate()
+        own.enqueue_rest()
         training.optimizer.step()
         on.synchronize()
         return time.perf_counter() - began

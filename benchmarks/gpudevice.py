@@ -70,7 +70,7 @@ class Gpu:
     place, backend, batch, gathered_bytes = "cuda", "nccl", 2048, 1 << 30
 
     def __init__(self) -> None:
-        self._library, self._missing = capability_check.library()
+        self._library, self._missing = capability_check.load_library()
         self._beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def names(self) -> dict[str, str]:
@@ -106,12 +106,12 @@ class Gpu:
             work()
 
     def lacking(self) -> str:
-        return self._missing or capability_check.environment()
+        return self._missing or capability_check.check_environment()
 
     def connect(self) -> Communicator:
         assert self._library is not None
         made = NcclCommunicator(self._library, 0, 1, cuda.get_handle)
-        made.connect(self._library.unique_id(), 60.0)
+        made.connect(self._library.create_unique_id(), 60.0)
         return made
 
 
@@ -126,7 +126,7 @@ class Fake:
         from tests.train.timed_device import LaggingDevice
 
         self._platform: Any = FakePlatform({}, 0)
-        self._device: Any = self._platform.device()
+        self._device: Any = self._platform.find_device()
         self._lagging: Any = LaggingDevice(0.005)
         self._kernel = FakeKernel()
 
@@ -168,4 +168,4 @@ class Fake:
 
     def connect(self) -> Communicator:
         links = Links(((0,),), (0,))
-        return self._platform.connect(self._device, 0, links, self._platform.unique_id())  # type: ignore[no-any-return]
+        return self._platform.connect(self._device, 0, links, self._platform.create_unique_id())  # type: ignore[no-any-return]

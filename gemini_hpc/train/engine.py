@@ -189,7 +189,7 @@ class SaveEngine:
         outboxes: Mapping[int, Outbox] = {}
         if (over := self._over) is not None:
             self.driver = over.drive(self._traffic, me, plan.capture, self.pacer)
-            replicates, outboxes = over.replicator, over.outboxes()
+            replicates, outboxes = over.replicator, over.build_outboxes()
         elif transport is not None:
             outboxes = {rank: transport.build_outbox(rank) for rank in session.outgoing}
         self.replicator = replicates(
@@ -213,7 +213,7 @@ class SaveEngine:
             self._parity = StripeParity(me, session.client, others, session.homes, blocks, lambda: session.version)
             session.on_rejoin.append(self._parity.register_anew)
         elif over is not None:
-            self.receivers = [*over.receivers(me)]
+            self.receivers = [*over.build_receivers(me)]
         elif transport is not None:
             reserved = [
                 Reserved(me, session.client, rank, session.homes[rank], session.gate) for rank in session.incoming
@@ -271,7 +271,7 @@ class SaveEngine:
         )
         planner: Callable[..., Planner] = partial(Planner, whole=self._pushed, on_host=not on_device)
         if self._over is not None:
-            planner = self._over.planner(monitor)
+            planner = self._over.install_planner(monitor)
         group, words = self._group, None
         if group is not None and session.world > 1:
             words = AsyncCollectives(group, monitor.track_round, monitor.has_caught_up)

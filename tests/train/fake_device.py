@@ -332,17 +332,17 @@ class Heard:
     failures: list[tuple[int, bool]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    on_landed: Callable[[int, int], None] = lambda version, rank: None
+    after_landing: Callable[[int, int], None] = lambda version, rank: None
 
-    def measured(self, size: int, seconds: float) -> None:
+    def on_measured(self, size: int, seconds: float) -> None:
         self.seconds.append(seconds)
 
-    def sent(self, version: int, whole: bool) -> None:
+    def on_sent(self, version: int, whole: bool) -> None:
         self.sendings.append((version, whole))
 
-    def landed(self, version: int, rank: int) -> None:
+    def on_landed(self, version: int, rank: int) -> None:
         self.landings.append((version, rank))
-        self.on_landed(version, rank)
+        self.after_landing(version, rank)
 
-    def failed(self, version: int, drained: bool) -> None:
+    def on_failed(self, version: int, drained: bool) -> None:
         self.failures.append((version, drained))

@@ -121,7 +121,7 @@ class SocketCommunicator:
         server.settimeout(3.0)
         for peer in links.targets[rank]:
             self._out[peer] = self._dial(f"\0{name}.{peer}", rank)
-        for _ in range(sum(len(links.sources(rank, q)) for q in range(len(links.targets[rank])))):
+        for _ in range(sum(len(links.list_sources(rank, q)) for q in range(len(links.targets[rank])))):
             sock, _ = server.accept()
             sock.settimeout(None)
             self._in[sock.recv(1)[0]] = sock
@@ -213,14 +213,14 @@ class FakePlatform:
     def _here(self, name: str) -> bool:
         return bool(self._options.get(name, -1) == self._rank)
 
-    def refuses(self, tensors: Sequence[torch.Tensor]) -> str:
+    def explain_refusal(self, tensors: Sequence[torch.Tensor]) -> str:
         assert tensors
         return "the test refuses" if self._here("refuse") else ""
 
-    def unique_id(self) -> bytes:
+    def create_unique_id(self) -> bytes:
         return f"gemini-gpu-{os.getpid()}-{time.monotonic_ns()}".encode()
 
-    def device(self) -> Device:
+    def find_device(self) -> Device:
         return LiveDevice(self._options.get("seed", 0) + self._rank, self._options.get("places", 1))
 
     def connect(self, device: Device, rank: int, links: Links, unique_id: bytes) -> Communicator:

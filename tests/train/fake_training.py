@@ -58,7 +58,7 @@ class Rank:
         )
         self.own_slots: dict[int, torch.Tensor] = {}
         self.network = [self.device.create_stream() for _ in range(self.groups)]
-        self.heard.on_landed = self.check
+        self.heard.after_landing = self.check
         self.world.looks.append(self.progress.poll_operations)
 
     def check(self, version: int, rank: int) -> None:
@@ -86,12 +86,12 @@ class Rank:
             work = None
             for k in range(COLLECTIVES):
                 training.put("compute", lambda: None)
-                self.exchange.launching()
-                self.own.launching(k)
+                self.exchange.on_launching()
+                self.own.on_launching(k)
                 yield None
                 work = self.collective(version, k)
                 yield None
-                self.exchange.launched(k % self.groups, work)
+                self.exchange.on_launched(k % self.groups, work)
                 yield None
                 if k % 2:
                     training.wait(work)
@@ -100,8 +100,8 @@ class Rank:
             if blocks:  # the loss is printed
                 shown = training.record()
                 yield shown.query
-            self.own.gate()
-            self.exchange.gate()
+            self.own.enqueue_rest()
+            self.exchange.prepare_for_gate()
             yield None
             training.put("optimizer", partial(self.step_to, version))
             yield None

@@ -78,7 +78,7 @@ def send_version(box: MessageOutbox, version: int, seed: int, sizes: list[int], 
 
 def receive_version(box: MessageInbox, version: int, seed: int, sizes: list[int], accept: bool = True) -> None:
     used = sum(sizes)
-    assert box.next() == Head(version, used, used + 100, tuple(sizes))
+    assert box.receive_head() == Head(version, used, used + 100, tuple(sizes))
     box.answer(accept)
     if not accept:
         return
@@ -87,7 +87,7 @@ def receive_version(box: MessageInbox, version: int, seed: int, sizes: list[int]
     wanted = content(seed, used)
     assert torch.equal(slot[64 : 64 + used], wanted)
     assert all(int(b) == _CANARY for b in (*slot[:64], *slot[64 + used :]))
-    assert box.digest() == digest(wanted)
+    assert box.receive_digest() == digest(wanted)
 
 
 class Doing(threading.Thread):
@@ -123,22 +123,22 @@ class Doing(threading.Thread):
 def versions(site: Site, plan: list[dict[str, Any]]) -> None:
     """One version after the other, some refused, then goodbye."""
     if site.rank == 0:
-        box = site.links.outbox(1)
+        box = site.links.build_outbox(1)
         for number, v in enumerate(plan, 1):
             assert send_version(box, number, v["seed"], v["sizes"], v["ahead"]) == v["accept"]
         box.say_goodbye()
     elif site.rank == 1:
-        inbox = site.links.inbox(0)
+        inbox = site.links.build_inbox(0)
         for number, v in enumerate(plan, 1):
             receive_version(inbox, number, v["seed"], v["sizes"], v["accept"])
-        assert inbox.next() is None
+        assert inbox.receive_head() is None
 
 
 def acknowledged(site: Site, size: int) -> list[float]:
     """Times (of one clock): when rank 0's waits returned; when rank 1 began to receive."""
     sizes = [size] * 3
     if site.rank == 0:
-        box = site.links.outbox(1)
+        box = site.links.build_outbox(1)
         data = content(5, size)
         assert box.offer(Head(1, 3 * size, 3 * size, tuple(sizes)))
         pending = [box.send(data) for _ in sizes]
@@ -150,14 +150,14 @@ def acknowledged(site: Site, size: int) -> list[float]:
         box.finish("0" * 32)
         return times
     if site.rank == 1:
-        inbox = site.links.inbox(0)
-        assert inbox.next() is not None
+        inbox = site.links.build_inbox(0)
+        assert inbox.receive_head() is not None
         inbox.answer(True)
         time.sleep(0.2)
         began = time.monotonic()
         into = torch.zeros(3 * size, dtype=torch.uint8)
         inbox.receive(into)
-        inbox.digest()
+        inbox.receive_digest()
         assert torch.equal(into, content(5, size).repeat(3)), "changed after its acknowledgement"
         return [began]
     return []
@@ -167,7 +167,7 @@ def two_into_one(site: Site, count: int) -> None:
     """Ranks 0 and 2 send to rank 1 at the same time."""
     sizes = [700] * 20 + [1] * 5
     if site.rank == 1:
-        boxes = {rank: site.links.inbox(rank) for rank in (0, 2)}
+        boxes = {rank: site.links.build_inbox(rank) for rank in (0, 2)}
 
         def take(rank: int) -> None:
             for version in range(1, count + 1):
@@ -176,7 +176,7 @@ def two_into_one(site: Site, count: int) -> None:
         for one in [Doing(lambda rank=rank: take(rank)) for rank in boxes]:
             one.result()
     else:
-        box = site.links.outbox(1)
+        box = site.links.build_outbox(1)
         for version in range(1, count + 1):
             assert send_version(box, version, 10 * version + site.rank, sizes, ahead=4)
 
@@ -184,7 +184,7 @@ def two_into_one(site: Site, count: int) -> None:
 def ring(site: Site, count: int) -> None:
     """Every rank sends to the next one and receives from the one before."""
     to, since = (site.rank + 1) % site.world, (site.rank - 1) % site.world
-    box, inbox = site.links.outbox(to), site.links.inbox(since)
+    box, inbox = site.links.build_outbox(to), site.links.build_inbox(since)
     sizes = [1, 65_536, 0, 40_000, 7]
 
     def give() -> None:
@@ -195,7 +195,7 @@ def ring(site: Site, count: int) -> None:
     def take() -> None:
         for version in range(1, count + 1):
             receive_version(inbox, version, 100 * version + since, sizes, version % 3 != 0)
-        assert inbox.next() is None
+        assert inbox.receive_head() is None
 
     for one in [Doing(give), Doing(take)]:
         one.result()
@@ -204,7 +204,7 @@ def ring(site: Site, count: int) -> None:
 def hostile(site: Site, head: list[Any] | None) -> str:
     """Rank 0 sends a head that is none (None: of another protocol): both ends hear of it."""
     if site.rank == 0:
-        box = site.links.outbox(1)
+        box = site.links.build_outbox(1)
         if head is None:
             good, messages._MAGIC = messages._MAGIC, b"GEMCHNK\x01"
             try:
@@ -213,9 +213,9 @@ def hostile(site: Site, head: list[Any] | None) -> str:
                 messages._MAGIC = good
         return Doing(lambda: box.offer(Head(*head[:3], tuple(head[3])))).breaks()
     if site.rank == 1:
-        inbox = site.links.inbox(0)
-        reason = Doing(inbox.next).breaks()
-        assert Doing(inbox.next).breaks() == reason, "a link that broke stays broken"
+        inbox = site.links.build_inbox(0)
+        reason = Doing(inbox.receive_head).breaks()
+        assert Doing(inbox.receive_head).breaks() == reason, "a link that broke stays broken"
         return reason
     return ""
 
@@ -223,7 +223,7 @@ def hostile(site: Site, head: list[Any] | None) -> str:
 def wrong_chunk(site: Site) -> None:
     """A chunk that was not announced so is refused before anything of it goes; then all goes on."""
     if site.rank == 0:
-        box = site.links.outbox(1)
+        box = site.links.build_outbox(1)
         assert box.offer(Head(1, 5, 5, (2, 3)))
         for good, wrong in ((2, 3), (3, 2), (0, 0)):
             try:
@@ -236,26 +236,26 @@ def wrong_chunk(site: Site) -> None:
                 box.send(content(good, good)).wait()
         box.finish("00" * 16)
     elif site.rank == 1:
-        inbox = site.links.inbox(0)
-        assert inbox.next() is not None
+        inbox = site.links.build_inbox(0)
+        assert inbox.receive_head() is not None
         inbox.answer(True)
         into = torch.zeros(5, dtype=torch.uint8)
         inbox.receive(into)
         assert torch.equal(into, torch.cat([content(2, 2), content(3, 3)]))
-        assert inbox.digest() == "00" * 16
+        assert inbox.receive_digest() == "00" * 16
 
 
 def interrupted(site: Site, waiting: str) -> None:
     """Rank 0 interrupts itself while a thread of it waits; rank 1, which is silent, interrupts itself too."""
     links = site.links
     if site.rank == 0:
-        box, inbox = links.outbox(1), links.inbox(1)
-        waits = {"next": inbox.next, "offer": lambda: box.offer(Head(1, 9, 9, (9,)))}
+        box, inbox = links.build_outbox(1), links.build_inbox(1)
+        waits = {"next": inbox.receive_head, "offer": lambda: box.offer(Head(1, 9, 9, (9,)))}
         if waiting == "chunk":
             assert box.offer(Head(1, 9 << 20, 9 << 20, (9 << 20,)))
             waits["chunk"] = box.send(content(3, 9 << 20)).wait
         if waiting == "receive":
-            assert inbox.next() is not None
+            assert inbox.receive_head() is not None
             inbox.answer(True)
             waits["receive"] = lambda: inbox.receive(torch.zeros(6000, dtype=torch.uint8))
         blocked = Doing(waits[waiting])
@@ -264,20 +264,20 @@ def interrupted(site: Site, waiting: str) -> None:
         links.interrupt()
         blocked.breaks()
         links.interrupt()
-        for call in (inbox.next, lambda: box.offer(Head(1, 9, 9, (9,))), box.say_goodbye):
+        for call in (inbox.receive_head, lambda: box.offer(Head(1, 9, 9, (9,))), box.say_goodbye):
             Doing(call).breaks()
         tell(1)
     elif site.rank == 1:
         if waiting == "chunk":
-            inbox = links.inbox(0)
-            assert inbox.next() is not None
+            inbox = links.build_inbox(0)
+            assert inbox.receive_head() is not None
             inbox.answer(True)
         if waiting == "receive":
-            box = links.outbox(0)
+            box = links.build_outbox(0)
             assert box.offer(Head(1, 6000, 6000, (3000, 3000)))
             box.send(content(4, 3000)).wait()
         hear(0)
-        blocked = Doing(links.inbox(2).next)
+        blocked = Doing(links.build_inbox(2).receive_head)
         time.sleep(0.05)
         links.interrupt()
         blocked.breaks()
@@ -287,9 +287,9 @@ def killed(site: Site, waiting: str) -> float:
     """Rank 1 is killed while rank 0 waits for it. Seconds until rank 0 knew."""
     links = site.links
     if site.rank == 1:
-        inbox, box = links.inbox(0), links.outbox(0)
+        inbox, box = links.build_inbox(0), links.build_outbox(0)
         if waiting in ("chunk", "digest"):
-            assert inbox.next() is not None
+            assert inbox.receive_head() is not None
             inbox.answer(True)
         if waiting in ("receive", "digest"):
             assert box.offer(Head(1, 9, 9, (4, 5)))
@@ -299,16 +299,16 @@ def killed(site: Site, waiting: str) -> float:
         os.kill(os.getpid(), signal.SIGKILL)
     if site.rank != 0:
         return 0.0
-    inbox, box = links.inbox(1), links.outbox(1)
+    inbox, box = links.build_inbox(1), links.build_outbox(1)
     chunk = 9 << 20
-    wait: Callable[[], Any] = inbox.next
+    wait: Callable[[], Any] = inbox.receive_head
     if waiting == "offer":
         wait = lambda: box.offer(Head(1, chunk, chunk, (chunk,)))  # noqa: E731
     if waiting == "chunk":
         assert box.offer(Head(1, chunk, chunk, (chunk,)))
         wait = box.send(content(3, chunk)).wait
     if waiting == "receive":
-        assert inbox.next() is not None
+        assert inbox.receive_head() is not None
         inbox.answer(True)
         wait = lambda: inbox.receive(torch.zeros(9, dtype=torch.uint8))  # noqa: E731
     blocked = Doing(wait)
@@ -316,13 +316,13 @@ def killed(site: Site, waiting: str) -> float:
     began = time.monotonic()
     blocked.breaks()
     took = time.monotonic() - began
-    Doing(inbox.next).breaks()
+    Doing(inbox.receive_head).breaks()
     return took
 
 
 def leaves(site: Site) -> None:
     """The process ends after this, with a thread that was blocked in a receive until just before."""
-    inbox = site.links.inbox((site.rank - 1) % site.world)
+    inbox = site.links.build_inbox((site.rank - 1) % site.world)
     blocked = threading.Thread(target=lambda: _until_broken(inbox), daemon=True)
     blocked.start()
     time.sleep(0.1)
@@ -331,7 +331,7 @@ def leaves(site: Site) -> None:
 
 def _until_broken(inbox: MessageInbox) -> None:
     try:
-        inbox.next()
+        inbox.receive_head()
     except LinkBroken:
         time.sleep(60)
 

@@ -12,8 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
-from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, ring
-from gemini_hpc.train.nccl.launch_log import pack, unequal
+from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, build_ring
+from gemini_hpc.train.nccl.launch_log import describe_difference, pack
 
 from .fake_device import Deadlock, FakeEvent, World
 from .fake_training import COLLECTIVES, PART, Rank, content
@@ -43,8 +43,8 @@ def train(
 
 
 def words(ranks: list[Rank]) -> str:
-    rounds = [max(numbers) for numbers in zip(*(pack(r.exchange.log.word()) for r in ranks), strict=True)]
-    return unequal(rounds)
+    rounds = [max(numbers) for numbers in zip(*(pack(r.exchange.log.summarize()) for r in ranks), strict=True)]
+    return describe_difference(rounds)
 
 
 def places(s: int) -> st.SearchStrategy[list[Place]]:
@@ -76,7 +76,7 @@ def test_all_bytes_arrive_whatever_runs_first(
     """One kernel at a time fits on a device with one communicator of the training; with two, it needs two itself."""
     n, m = shape
     sizes = data.draw(st.lists(st.integers(0, 3 * PART + 3), min_size=n, max_size=n))
-    links = ring(n, m, sizes)
+    links = build_ring(n, m, sizes)
     world = World(n, seed, places=groups, eager_host=eager_host)
     ranks = [Rank(world, r, links, groups) for r in range(n)]
     train(world, ranks, spread(links, m, data.draw(places(s)), s), 5, blocks, every=s)
@@ -109,15 +109,15 @@ class Ahead(Exchange):
 class OneSided(Exchange):
     """Lets the next collective of the training run beside ours."""
 
-    def launching(self) -> None:
+    def on_launching(self) -> None:
         return
 
 
 class Unordered(Exchange):
     """Does not wait for the collectives before it."""
 
-    def launched(self, group: Any, work: Any) -> None:
-        super().launched(group, self.device_mark())
+    def on_launched(self, group: Any, work: Any) -> None:
+        super().on_launched(group, self.device_mark())
 
     def device_mark(self) -> Any:
         return FakeEvent(lambda: 0.0, done=True)
@@ -126,16 +126,16 @@ class Unordered(Exchange):
 class Late(Exchange):
     """Is one collective later than the others."""
 
-    def launched(self, group: Any, work: Any) -> None:
+    def on_launched(self, group: Any, work: Any) -> None:
         self._launched -= self._launched == 0 and not self._gated
-        super().launched(group, work)
+        super().on_launched(group, work)
 
 
 class Careless(Exchange):
     """Uses a sub-buffer again before its bytes are in the slot."""
 
-    def _land(self, chunk: Chunk, message: Any, done: Any) -> Any:
-        copied = super()._land(chunk, message, done)
+    def _enqueue_copy(self, chunk: Chunk, message: Any, done: Any) -> Any:
+        copied = super()._enqueue_copy(chunk, message, done)
         return copied and Detached(copied, done)
 
 
@@ -157,10 +157,10 @@ class Detached:
 class Torn(Exchange):
     """Lets the optimizer change what is not packed yet."""
 
-    def gate(self) -> None:
+    def prepare_for_gate(self) -> None:
         waits = self._packed
-        super().gate()
-        queue = self._device.current().queue  # type: ignore[attr-defined]
+        super().prepare_for_gate()
+        queue = self._device.get_current_stream().queue  # type: ignore[attr-defined]
         if waits is not None and queue and queue[-1].name == "wait":
             queue.pop()
 
@@ -175,7 +175,7 @@ def trial(
     chunks: int = 3,
 ) -> list[Rank]:
     """Two ranks, two chunks between collectives, the others at the gate."""
-    links = ring(2, 2, [chunks * PART] * 2)
+    links = build_ring(2, 2, [chunks * PART] * 2)
     world = World(2, seed, places=places, connections=connections, eager_host=(0.02, 0.5, 0.98)[seed % 3])
     ranks = [Rank(world, r, links, kind=kinds[r % len(kinds)]) for r in range(2)]
     looks = list(world.looks)
@@ -256,16 +256,16 @@ def test_training_goes_on_after_a_wrong_order(seed: int, kind: type[Exchange]) -
 @QUICK
 @given(seed=seeds, n=st.integers(2, 4), silent=st.integers(0, 3))
 def test_training_goes_on_where_one_rank_enqueues_nothing(seed: int, n: int, silent: int) -> None:
-    links = ring(n, 2, [2 * PART] * n)
+    links = build_ring(n, 2, [2 * PART] * n)
     world = World(n, seed)
     ranks = [Rank(world, r, links) for r in range(n)]
     world.communicators[silent % n].mute = True
-    ranks[silent % n].heard.on_landed = lambda version, rank: None
+    ranks[silent % n].heard.after_landing = lambda version, rank: None
     train(world, ranks, spread(links, 2, [Place(0, False, 1)], 1), 3)
     assert all(
         rank.iterations == 3 and torch.equal(rank.parameters, content(rank.rank, 3, 2 * PART)) for rank in ranks
     )
-    hung = [rank for rank in ranks if silent % n in (links.targets[rank.rank][0], *links.sources(rank.rank, 0))]
+    hung = [rank for rank in ranks if silent % n in (links.targets[rank.rank][0], *links.list_sources(rank.rank, 0))]
     for rank in hung:
         if rank.rank != silent % n:
             assert "training waited" in rank.progress.problem
@@ -278,7 +278,7 @@ def test_training_goes_on_where_one_rank_enqueues_nothing(seed: int, n: int, sil
 def test_a_dead_peer_is_not_waited_for_by_us(seed: int, dies: int) -> None:
     """The training's own collectives hang then, as they do without us. What is left of ours holds nobody up, and ends
     with the training."""
-    links = ring(3, 2, [2 * PART] * 3)
+    links = build_ring(3, 2, [2 * PART] * 3)
     world = World(3, seed)
     ranks = [Rank(world, r, links) for r in range(3)]
     steps = 0
@@ -308,12 +308,12 @@ def test_a_dead_peer_is_not_waited_for_by_us(seed: int, dies: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_rank_without_a_slot_or_a_version_takes_part_all_the_same(seed: int) -> None:
-    links = ring(3, 2, [2 * PART] * 3)
+    links = build_ring(3, 2, [2 * PART] * 3)
     world = World(3, seed)
     ranks = [
         Rank(world, r, links, skips=frozenset({2}) if r == 0 else frozenset(), slotless=r == 2) for r in range(3)
     ]
-    ranks[1].heard.on_landed = lambda version, rank: None  # what rank 0 sent as version 2 is none
+    ranks[1].heard.after_landing = lambda version, rank: None  # what rank 0 sent as version 2 is none
     train(world, ranks, spread(links, 2, [Place(0, False, 1)], 1), 3)
     assert [rank.progress.problem for rank in ranks] == ["", "", ""] and words(ranks) == ""
     assert ranks[0].heard.sendings == [(1, True), (2, False), (3, True)]

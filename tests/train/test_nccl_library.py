@@ -40,7 +40,7 @@ def made(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def connect(communicator: NcclCommunicator, built: Path) -> None:
-    made_id = Library([str(built)]).unique_id()
+    made_id = Library([str(built)]).create_unique_id()
     assert len(made_id) == ID_BYTES
     communicator.connect(made_id, 5.0)
 

@@ -136,10 +136,10 @@ def test_over_gloo_only_small_messages_go_against_chunks(monkeypatch: pytest.Mon
         )
         monkeypatch.setattr(gloo_links, "build_own_group", lambda within, timeout, made=made: made(next(groups)))
         links = GlooLinks()
-        box = links.outbox(1 - rank)
+        box = links.build_outbox(1 - rank)
         assert box.offer(Head(1, 50_000, 50_000, (50_000,)))
         box.send(torch.zeros(50_000, dtype=torch.uint8))
-        links.inbox(1 - rank).answer(True)
+        links.build_inbox(1 - rank).answer(True)
     small = {key: max(sizes) < 1000 for key, sizes in sent.items()}
     assert sorted(small) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(small[group, 0] != small[group, 1] for group in (0, 1)), sent

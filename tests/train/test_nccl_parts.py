@@ -17,13 +17,13 @@ from gemini_hpc.train.nccl.collective_schedule import (
     Place,
     Program,
     Terms,
-    alike,
-    program,
-    whole,
+    build_profiling_program,
+    build_program,
+    check_alike,
 )
-from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, ring
-from gemini_hpc.train.nccl.launch_log import EnqueuedOperation, LaunchLog, pack, unequal
-from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework, busy, plan
+from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, build_ring
+from gemini_hpc.train.nccl.launch_log import EnqueuedOperation, LaunchLog, describe_difference, pack
+from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework, list_busy_times, plan_copy
 from gemini_hpc.train.nccl.progress import Arrival, Operation, Progress
 from gemini_hpc.train.nccl.source import Piece, Tensors
 
@@ -44,9 +44,9 @@ def terms(profiles: tuple[Profile, ...] = (SHORT, LONG), C: int = 1000, m: int =
 
 
 def test_a_program_uses_what_all_ranks_have_idle() -> None:
-    made = program(terms(B=1e9), 1)
+    made = build_program(terms(B=1e9), 1)
     assert {place.after for place in made.places} == {0}  # 0.1 s is enough for all
-    narrow = program(terms(), 1)
+    narrow = build_program(terms(), 1)
     by_place: dict[Place, int] = {}
     for place, chunk in zip(narrow.places, narrow.chunks, strict=True):
         by_place[place] = by_place.get(place, 0) + chunk.size
@@ -58,9 +58,9 @@ def test_a_program_uses_what_all_ranks_have_idle() -> None:
 
 
 def test_what_does_not_fit_goes_at_the_gate_of_the_last_iteration() -> None:
-    made = program(terms(C=3000), 1)
+    made = build_program(terms(C=3000), 1)
     assert made.late_s > 0 and made.places[-1] == Place(0, True, 0)
-    spread = program(terms(C=3000), 2)
+    spread = build_program(terms(C=3000), 2)
     assert spread.late_s < made.late_s
     assert spread.places[-1].iteration == 1 and any(place.past_gate for place in spread.places[:-1])
 
@@ -69,31 +69,31 @@ def test_what_does_not_fit_goes_at_the_gate_of_the_last_iteration() -> None:
     C=st.integers(0, 5000), m=st.integers(1, 4), s=st.integers(1, 3), B=st.floats(100, 1e6), alpha=st.floats(0, 0.05)
 )
 def test_programs_are_complete_and_in_order(C: int, m: int, s: int, B: float, alpha: float) -> None:
-    made = program(Terms((SHORT, LONG), C, m, 400, 4, B, alpha, 0.9), s)
+    made = build_program(Terms((SHORT, LONG), C, m, 400, 4, B, alpha, 0.9), s)
     assert list(made.places) == sorted(made.places)
-    assert made == program(Terms((SHORT, LONG), C, m, 400, 4, B, alpha, 0.9), s)
+    assert made == build_program(Terms((SHORT, LONG), C, m, 400, 4, B, alpha, 0.9), s)
     for replica in range(m - 1):
         mine = [c for c in made.chunks if c.replica == replica]
         assert [c.offset for c in mine] == [sum(c.size for c in mine[:i]) for i in range(len(mine))]
         assert sum(c.size for c in mine) == C
     assert all(0 < c.size <= 100 for c in made.chunks)
-    assert made.due(Place(s - 1, True, 0)) == len(made.chunks)
+    assert made.count_due(Place(s - 1, True, 0)) == len(made.chunks)
     assert [c.number for c in made.chunks] == list(range(len(made.chunks)))
 
 
 def test_ranks_that_differ_are_refused() -> None:
     other = profile([(0.1, 0.2), (0.4, 0.6)], kind=9)
-    assert alike((SHORT, LONG)) == ""
-    assert "same sequence" in alike((SHORT, other))
+    assert check_alike((SHORT, LONG)) == ""
+    assert "same sequence" in check_alike((SHORT, other))
     early = profile([(0.1, 0.2), (0.4, 0.6)], gate_s=0.3)
-    assert "same sequence" in alike((SHORT, early))  # the optimizer comes between other collectives
-    assert alike(()) != ""
+    assert "same sequence" in check_alike((SHORT, early))  # the optimizer comes between other collectives
+    assert check_alike(()) != ""
     with pytest.raises(ValueError, match="same sequence"):
-        program(terms((SHORT, other)), 1)
+        build_program(terms((SHORT, other)), 1)
 
 
 def test_while_profiling_everything_goes_at_the_gate() -> None:
-    made = whole(250, 3, 100)
+    made = build_profiling_program(250, 3, 100)
     assert [(c.replica, c.offset, c.size) for c in made.chunks[:3]] == [(0, 0, 100), (0, 100, 100), (0, 200, 50)]
     assert set(made.places) == {Place(0, True, 0)} and len(made.chunks) == 6
 
@@ -102,16 +102,16 @@ def test_while_profiling_everything_goes_at_the_gate() -> None:
 
 
 def test_the_own_copy_is_planned_where_the_network_is_busy() -> None:
-    assert [b.after for b in busy(SHORT)] == [0, 1]
-    assert [b.length_s for b in busy(SHORT)] == pytest.approx([0.1, 0.2])
-    placed = plan(SHORT, 1000, 100, 1000.0, 1.0)
+    assert [b.after for b in list_busy_times(SHORT)] == [0, 1]
+    assert [b.length_s for b in list_busy_times(SHORT)] == pytest.approx([0.1, 0.2])
+    placed = plan_copy(SHORT, 1000, 100, 1000.0, 1.0)
     sizes = {after: sum(w.size for w in placed if w.after == after) for after in (0, 1, -1)}
     assert sizes[0] == pytest.approx(100, abs=1) and sizes[1] == pytest.approx(200, abs=1)
     assert sum(sizes.values()) == 1000
     assert [w.offset for w in placed] == [sum(w.size for w in placed[:i]) for i in range(len(placed))]
-    assert plan(SHORT, 1000, 100, 1e9, 1.0)[-1].after == 0
+    assert plan_copy(SHORT, 1000, 100, 1e9, 1.0)[-1].after == 0
     with pytest.raises(ValueError, match="more than 0"):
-        plan(SHORT, 1000, 100, 0.0, 1.0)
+        plan_copy(SHORT, 1000, 100, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -131,9 +131,9 @@ def test_the_own_copy_runs_with_its_collectives_and_holds_the_optimizer(seed: in
     tensors = Tensors([Piece(0, source), Piece(64, turned)])
     slot = own.begin_copy(tensors, area, work)
     device.training.put("first", lambda: look("first", 20))
-    own.launching(0)
-    own.launching(1)
-    own.gate()
+    own.on_launching(0)
+    own.on_launching(1)
+    own.enqueue_rest()
     device.training.put("optimizer", lambda: look("optimizer", 60))
 
     def change() -> None:
@@ -144,7 +144,7 @@ def test_the_own_copy_runs_with_its_collectives_and_holds_the_optimizer(seed: in
     slot.put(device.create_stream(), got, 20)
     staged = torch.zeros(8, dtype=torch.uint8)
     tensors.put(device.create_stream(), staged, 68)
-    own.launching(0)  # nothing is left
+    own.on_launching(0)  # nothing is left
     world.run()
     assert seen == [("first", False), ("optimizer", True)]
     assert area[:60].tolist() == list(range(60)) and got.tolist() == list(range(20, 60))
@@ -161,24 +161,24 @@ def test_pieces_must_not_overlap() -> None:
 
 
 def test_environments_that_would_hang_are_named() -> None:
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" in capability_check.environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    assert "CUDA_LAUNCH_BLOCKING" in capability_check.environment({"CUDA_LAUNCH_BLOCKING": "1"})
-    assert capability_check.environment({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_LAUNCH_BLOCKING": "0"}) == ""
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in capability_check.check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert "CUDA_LAUNCH_BLOCKING" in capability_check.check_environment({"CUDA_LAUNCH_BLOCKING": "1"})
+    assert capability_check.check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_LAUNCH_BLOCKING": "0"}) == ""
 
 
 def test_a_missing_nccl_and_a_library_that_is_none_are_named(tmp_path: Path) -> None:
     none = tmp_path / "libnccl.so.2"
     none.write_bytes(b"no library")
     for paths in ([], [str(none)], ["libc.so.6"]):
-        found, reason = capability_check.library(paths)
+        found, reason = capability_check.load_library(paths)
         assert found is None and "NCCL" in reason
 
 
 def test_trainings_that_cannot_be_followed_are_named() -> None:
-    assert "point to point" in capability_check.operations(["allreduce_", "send", "recv_"])
-    assert capability_check.operations(["allreduce_", "_allgather_base_"]) == ""
-    assert "CUDA graph" in capability_check.pattern((SHORT,), captured=True)
-    assert capability_check.pattern((SHORT, LONG), captured=False) == ""
+    assert "point to point" in capability_check.check_operations(["allreduce_", "send", "recv_"])
+    assert capability_check.check_operations(["allreduce_", "_allgather_base_"]) == ""
+    assert "CUDA graph" in capability_check.check_pattern((SHORT,), captured=True)
+    assert capability_check.check_pattern((SHORT, LONG), captured=False) == ""
 
 
 # ---- the log of launches -------------------------------------------------------------------------------
@@ -189,10 +189,10 @@ def test_logs_that_differ_are_noticed() -> None:
         log = LaunchLog()
         for launched in launches:
             log.add(EnqueuedOperation(1, 0, False, launched, 0, 0, 0, 8))
-        return log.word()
+        return log.summarize()
 
     def verdict(*words: tuple[int, int]) -> str:
-        return unequal([max(column) for column in zip(*map(pack, words), strict=True)])
+        return describe_difference([max(column) for column in zip(*map(pack, words), strict=True)])
 
     assert verdict(word(1, 2), word(1, 2), word(1, 2)) == ""
     assert verdict(word(), word()) == ""
@@ -207,23 +207,23 @@ def test_logs_that_differ_are_noticed() -> None:
 def test_nothing_is_enqueued_or_counted_while_a_graph_is_captured() -> None:
     world = World(1, 0)
     device = world.devices[0]
-    links = ring(1, 1, [8])
+    links = build_ring(1, 1, [8])
     progress = Progress(world.communicators[0], links.sizes, Heard(), print, clock=world.clock)
     exchange = Exchange(device, world.communicators[0], 0, links, 2, 8, progress)
     exchange.set_program(Program((Place(0, False, 1),), (Chunk(0, 0, 0, 8),), 1, 8, 0.0, 0))
     exchange.step(Save(1, None, None, lambda rank: None))
     device.captured = True  # from here on the fake refuses everything
-    exchange.launching()
-    exchange.launched("g", FakeEvent(world.clock, done=True))
-    exchange.gate()
+    exchange.on_launching()
+    exchange.on_launched("g", FakeEvent(world.clock, done=True))
+    exchange.prepare_for_gate()
     exchange.step(Save(2, None, None, lambda rank: None))
     device.captured = False
     assert exchange.log.count == 0
     device.grouped = True
-    exchange.launched("g", FakeEvent(world.clock, done=True))
+    exchange.on_launched("g", FakeEvent(world.clock, done=True))
     assert exchange.log.count == 0  # it would be launched when the bracket closes
     device.grouped = False
-    exchange.launched("g", FakeEvent(world.clock, done=True))
+    exchange.on_launched("g", FakeEvent(world.clock, done=True))
     assert exchange.log.count == 1 and exchange.log.newest[0].launched == 2
 
 
@@ -243,7 +243,7 @@ class Stage:
         ]
         for operation in self.operations:
             operation.ready.reach()  # type: ignore[attr-defined]
-            self.progress.enqueued(operation)
+            self.progress.record_operation(operation)
 
     def clock(self) -> float:
         return self.world.now
@@ -314,5 +314,5 @@ def test_the_thread_ends_with_the_training() -> None:
 
 def test_links_of_shards_of_different_sizes() -> None:
     links = Links(((1, 2), (2, 0), (0, 1)), (10, 3, 0))
-    assert links.sources(0, 0) == [2] and links.sources(0, 1) == [1]
-    assert [links.part(rank, Chunk(0, 0, 2, 4)) for rank in range(3)] == [4, 1, 0]
+    assert links.list_sources(0, 0) == [2] and links.list_sources(0, 1) == [1]
+    assert [links.count_bytes(rank, Chunk(0, 0, 2, 4)) for rank in range(3)] == [4, 1, 0]

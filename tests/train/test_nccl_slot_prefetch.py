@@ -108,7 +108,7 @@ def test_a_slot_of_outgrown_memory_is_not_handed_out(when: str) -> None:
             agent.after_begin = grown
         elif when == "before it is known here":
             agent.before_begin, agent.after_begin = registered, None
-        desk.want(13)
+        desk.set_wanted(13)
         until(lambda: bool(agent.begun), 10, 0.001, what="a slot is asked for")
         if when == "after":
             until(lambda: desk._shards[0].grant is not None, 10, 0.001, what="it is there")
@@ -123,7 +123,7 @@ def test_a_slot_of_outgrown_memory_is_not_handed_out(when: str) -> None:
             return grant is not None and grant.slot in larger.slots
 
         until(granted, 10, 0.001, what="a slot of the larger memory")
-        grant = desk.take_slot(0, 13)
+        grant = desk.claim_slot(0, 13)
         assert grant is not None and grant.slot is larger.slots[grant.index]
         assert new.slots[grant.index].stamp == Stamp(1, 13), "the agent means the same one"
 
@@ -132,11 +132,11 @@ def test_a_version_that_goes_over_the_link_is_not_overtaken_by_what_is_asked_for
     agent, keeper = Agent(), TensorShardOwner()
     keeper.shard = memory()
     with opened(agent, keeper) as desk:
-        desk.reach(16)
+        desk.record_step(16)
         until(lambda: bool(agent.begun), 10, 0.001, what="a slot is asked for")
-        desk.link(0, 16)  # it waits behind another for the thread that saves
-        desk.want(17)
-        desk.reach(17)
+        desk.hold_for_link(0, 16)  # it waits behind another for the thread that saves
+        desk.set_wanted(17)
+        desk.record_step(17)
         desk.record_end(0, 15)
         for _ in range(50):  # as often as the desk looks
             with desk._changed:
@@ -153,7 +153,7 @@ def test_a_version_whose_slot_has_been_outgrown_is_skipped_and_ends_nothing() ->
     replicator.counters = Counters()
     replicator.shard = memory()
     parts: Any = replicator
-    parts._layout, parts._driver = SlotLayout.plan(64, 64, 1 << 20), SimpleNamespace(filled=lambda _: True)
+    parts._layout, parts._driver = SlotLayout.plan(64, 64, 1 << 20), SimpleNamespace(wait_until_filled=lambda _: True)
     parts._say = lambda *words: said.append(words)
     job = CaptureJob(13, b"x" * 4096, [], cast(Any, None), [], None)
     slot = memory().slots[0]

@@ -225,7 +225,7 @@ def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
     lagging = LaggingDevice(collective_s)
     Compute.work = staticmethod(lagging.compute)
     streams.choose_streams = lambda on_device: lambda: lagging
-    host_copy.create_copies = lambda device: HostCopies(gpu.device(), lambda tensor: True)
+    host_copy.create_copies = lambda device: HostCopies(gpu.find_device(), lambda tensor: True)
     pins.choose_pin = lambda device: gpu.pin
 
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 
 from gemini_hpc.core.spans import Profile
-from gemini_hpc.train.nccl.collective_schedule import alike
+from gemini_hpc.train.nccl.collective_schedule import check_alike
 from gemini_hpc.train.nccl.library import Library, NcclUnavailable
 
 _PAIRED = ("send", "recv_", "recv_any_source_")
 
 
-def environment(environ: Mapping[str, str] | None = None) -> str:
+def check_environment(environ: Mapping[str, str] | None = None) -> str:
     """Return the reason why this process's environment forbids NCCL copies; '' if there is none."""
     given = os.environ if environ is None else environ
     if given.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
@@ -25,7 +25,7 @@ def environment(environ: Mapping[str, str] | None = None) -> str:
     return ""
 
 
-def library(paths: list[str] | None = None) -> tuple[Library | None, str]:
+def load_library(paths: list[str] | None = None) -> tuple[Library | None, str]:
     """Return NCCL, or the reason why it is unavailable."""
     try:
         return Library(paths), ""
@@ -33,7 +33,7 @@ def library(paths: list[str] | None = None) -> tuple[Library | None, str]:
         return None, str(error)
 
 
-def operations(names: Sequence[str]) -> str:
+def check_operations(names: Sequence[str]) -> str:
     """Return the reason why a training that launches these operations is unsuitable; '' if there is none.
 
     A send that precedes our operation on one rank may be a receive that follows our operation on another.
@@ -47,7 +47,7 @@ def operations(names: Sequence[str]) -> str:
     return ""
 
 
-def pattern(profiles: Sequence[Profile], captured: bool) -> str:
+def check_pattern(profiles: Sequence[Profile], captured: bool) -> str:
     """Return the reason why these ranks' iterations are unsuitable; '' if there is none.
 
     Args:
@@ -56,4 +56,4 @@ def pattern(profiles: Sequence[Profile], captured: bool) -> str:
     """
     if captured:
         return "collectives are replayed from a CUDA graph: nothing can be enqueued between them"
-    return alike(profiles)
+    return check_alike(profiles)

@@ -69,7 +69,7 @@ class Program:
     late_s: float
     spilled_bytes: int
 
-    def due(self, at: Place) -> int:
+    def count_due(self, at: Place) -> int:
         """Return the number of chunks, from the first, that must be enqueued by this place."""
         return bisect_right(self.places, at)
 
@@ -99,7 +99,7 @@ class Terms:
     mu: float
 
 
-def alike(profiles: Sequence[Profile]) -> str:
+def check_alike(profiles: Sequence[Profile]) -> str:
     """Return a sentence on why these ranks cannot follow one program; '' if they can.
 
     Their iterations must launch the same collectives of the same groups in the same order.
@@ -114,16 +114,16 @@ def alike(profiles: Sequence[Profile]) -> str:
     return ""
 
 
-def common(profiles: Sequence[Profile]) -> tuple[Window, ...]:
+def find_shared_windows(profiles: Sequence[Profile]) -> tuple[Window, ...]:
     """Return a window for each span that all ranks have, with the shortest length of any rank.
 
     The last window before the gate is always there. Ranks of one pattern launch the same collectives, which tell the
     time better than clocks do.
 
     Raises:
-        ValueError: If the ranks are not `alike`.
+        ValueError: If `check_alike` finds a difference.
     """
-    problem = alike(profiles)
+    problem = check_alike(profiles)
     if problem:
         raise ValueError(problem)
     found: list[dict[tuple[bool, int], Span]] = [
@@ -139,15 +139,15 @@ def common(profiles: Sequence[Profile]) -> tuple[Window, ...]:
     return (*before, *(window for window in windows if not window.before_gate))
 
 
-def program(terms: Terms, s: int) -> Program:
+def build_program(terms: Terms, s: int) -> Program:
     """Return the result of Algorithm 2 over s iterations of all ranks.
 
     Equal terms give equal programs on every machine.
 
     Raises:
-        ValueError: If `schedule` refuses the terms, or the ranks are not `alike`.
+        ValueError: If `schedule` refuses the terms, or `check_alike` finds a difference.
     """
-    windows = common(terms.profiles)
+    windows = find_shared_windows(terms.profiles)
     line = spans.build_timeline(windows, s)
     plan = schedule.plan(line.T, terms.C, terms.m, terms.R, terms.p, terms.B, terms.alpha, terms.mu)
     gate = Place(s - 1, True, 0)
@@ -165,7 +165,7 @@ def program(terms: Terms, s: int) -> Program:
     return Program(tuple(places), tuple(chunks), s, terms.C, plan.late_s, plan.spilled_bytes)
 
 
-def whole(C: int, m: int, part_bytes: int) -> Program:
+def build_profiling_program(C: int, m: int, part_bytes: int) -> Program:
     """Return a program for profiling: all chunks go before the optimizer, and none between collectives."""
     chunks: list[Chunk] = []
     places: list[Place] = []

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from gemini_hpc import clock
 from gemini_hpc.train.device.interface import Broken, Message, Stream
-from gemini_hpc.train.nccl.library import IN_PROGRESS, SUCCESS, UINT8, Library, UniqueId, config
+from gemini_hpc.train.nccl.library import IN_PROGRESS, SUCCESS, UINT8, Library, UniqueId, build_config
 
 MOST_CTAS = 4  # blocks on SMs that the training then lacks; a guess at enough for a network of 400 Gbit/s
 LAUNCH_S = 0.25  # longest time that a launch may hold up the training's thread; normally far below a millisecond
@@ -58,7 +58,7 @@ class NcclCommunicator:
                 self._world,
                 told,
                 self._rank,
-                ctypes.byref(config(MOST_CTAS)),
+                ctypes.byref(build_config(MOST_CTAS)),
             )
             self._wait_launched(timeout_s)
 
@@ -70,7 +70,7 @@ class NcclCommunicator:
         Raises:
             Broken: If NCCL fails or takes longer than `timeout_s` seconds.
         """
-        self._group(stream, sends, receives, timeout_s)
+        self._enqueue_group(stream, sends, receives, timeout_s)
 
     def exchange(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Enqueue messages as one operation, which ends when all of them have ended.
@@ -78,9 +78,11 @@ class NcclCommunicator:
         Raises:
             Broken: If NCCL fails or does not launch the operation in time.
         """
-        self._group(stream, sends, receives, self._launch_s)
+        self._enqueue_group(stream, sends, receives, self._launch_s)
 
-    def _group(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float) -> None:
+    def _enqueue_group(
+        self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float
+    ) -> None:
         with self._lock:
             if self._aborted or not self._comm:
                 raise Broken(self._aborted or "the communicator is not connected")
@@ -104,7 +106,7 @@ class NcclCommunicator:
     def _wait_launched(self, timeout_s: float) -> None:
         """Wait until the last call has been launched."""
         deadline = clock.monotonic() + timeout_s
-        while (state := self._state()) == IN_PROGRESS:
+        while (state := self._query_state()) == IN_PROGRESS:
             if self._aborted:
                 raise Broken(self._aborted)
             if clock.monotonic() > deadline:
@@ -113,7 +115,7 @@ class NcclCommunicator:
         if state != SUCCESS:
             raise Broken(self._library.describe(state))
 
-    def _state(self) -> int:
+    def _query_state(self) -> int:
         state = ctypes.c_int()
         self._library.call("ncclCommGetAsyncError", self._comm, ctypes.byref(state))
         return state.value
@@ -126,7 +128,7 @@ class NcclCommunicator:
         if not self._comm or not self._lock.acquire(blocking=False):
             return ""
         try:
-            state = self._state()
+            state = self._query_state()
         except Broken as error:
             return str(error)
         finally:

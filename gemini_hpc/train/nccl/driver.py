@@ -25,9 +25,9 @@ from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.device.memory import TensorShardOwner
 from gemini_hpc.train.nccl import own_copy
-from gemini_hpc.train.nccl.collective_schedule import whole
+from gemini_hpc.train.nccl.collective_schedule import build_profiling_program
 from gemini_hpc.train.nccl.exchange import Exchange, Save
-from gemini_hpc.train.nccl.launch_log import pack, unequal
+from gemini_hpc.train.nccl.launch_log import describe_difference, pack
 from gemini_hpc.train.nccl.negotiation import Joined
 from gemini_hpc.train.nccl.own_copy import OwnCopy, OwnSlot, Piecework
 from gemini_hpc.train.nccl.progress import Progress
@@ -72,8 +72,8 @@ class Carried:
 class Driver:
     """The driver of one rank's copies over NCCL.
 
-    The training's threads call `step`, `gate`, `fence`, `finish` and the monitor's hooks. The thread that saves calls
-    `carried` and `filled`.
+    The training's threads call `step`, `prepare_for_gate`, `fence`, `finish` and the monitor's hooks. The thread that
+    saves calls `pop_carried` and `wait_until_filled`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Driver:
             self._progress,
         )
         self._own = OwnCopy(self._device, self._exchange.copies)
-        self.desk = SlotPrefetch(me, client, gate, self.area, joined.platform.pin, self._unpinned)
+        self.desk = SlotPrefetch(me, client, gate, self.locate_area, joined.platform.pin, self._on_unpinned)
         self._zeros = self._device.allocate_buffer(TENSOR_ALIGN_BYTES).zero_()
         self._watch: CollectiveMonitor | None = None
         self._active = False
@@ -138,17 +138,17 @@ class Driver:
 
     # ---- arming ----------------------------------------------------------------------------------------
 
-    def hook(self, watch: CollectiveMonitor) -> None:
+    def install_hooks(self, watch: CollectiveMonitor) -> None:
         """Install the hooks in the monitor of the training's collectives."""
         self._watch = watch
-        watch.before_launch, watch.launched_on = self._launching, self._launched
+        watch.before_launch, watch.launched_on = self._on_launching, self._on_launched
 
     def open(self, keepers: Mapping[int, TensorShardOwner]) -> None:
         """Start, while the memory is being reserved."""
         self.desk.open(keepers)
         self._progress.start()
 
-    def area(self, rank: int) -> tuple[int, int]:
+    def locate_area(self, rank: int) -> tuple[int, int]:
         """Return offset and size in bytes of the tensor area of a rank's shard."""
         return self._joined.offsets[rank], self._joined.links.sizes[rank]
 
@@ -186,32 +186,32 @@ class Driver:
             self.fail(self._watch.problem)
         if self.problem:
             if not self._undrained and not self._progress.busy:
-                self.desk.failed(drained=True)
+                self.desk.record_failure(drained=True)
             return
         save = None
         if saved and self._active:
-            save = self._save(version, job)
+            save = self._prepare_save(version, job)
         self._exchange.step(save)
         if self._met:  # only now: by the next version all ranks have read the round
             self._linked = self._met = False
-        self.desk.want(version + 1 if following and self._active else 0)
+        self.desk.set_wanted(version + 1 if following and self._active else 0)
 
-    def _save(self, version: int, job: CaptureJob | None) -> Save:
-        into = partial(self.desk.into, version)
+    def _prepare_save(self, version: int, job: CaptureJob | None) -> Save:
+        into = partial(self.desk.claim_destination, version)
         self._exchange.finish()  # the rest of the version before, which may have the slot that is requested now
-        self.desk.reach(version)
+        self.desk.record_step(version)
         self._linked = self._linked or self._gate.degraded
         if job is None or self._linked:
             if job is not None:
-                self.desk.link(self._me.rank, version)
+                self.desk.hold_for_link(self._me.rank, version)
             return Save(version, None, None, into)
         job.streamed = True
-        grant = self.desk.take_slot(self._me.rank, version) if len(job.small) <= self.small_capacity else None
+        grant = self.desk.claim_slot(self._me.rank, version) if len(job.small) <= self.small_capacity else None
         if grant is None or not job.start():
             job.give_up()
             return Save(version, None, None, into)
-        offset, size = self.area(self._me.rank)
-        tensors = self._found(job)
+        offset, size = self.locate_area(self._me.rank)
+        tensors = self._gather_tensors(job)
         area = grant.slot.bytes[offset : offset + size]
         own = self._own.begin_copy(tensors, area, self._work)
         self._open = self._carried[version] = Carried(job, grant, own)
@@ -219,7 +219,7 @@ class Driver:
             del self._carried[old]
         return Save(version, tensors, own, into)
 
-    def _found(self, job: CaptureJob) -> Tensors:
+    def _gather_tensors(self, job: CaptureJob) -> Tensors:
         views = self._capture.list_pieces(job)
         known = self._tensors
         if known is None or len(known[0]) != len(views) or any(map(is_not, known[0], views)):
@@ -239,37 +239,37 @@ class Driver:
         if carried is None:
             return
         try:
-            self._rest(carried)
+            self._enqueue_rest(carried)
         finally:
             carried.settled.set()
             carried.job.left.set()
 
-    def _rest(self, carried: Carried) -> None:
+    def _enqueue_rest(self, carried: Carried) -> None:
         copies = self._exchange.copies
         if self._work and self._work[0].after < 0:  # all at once: this measures the path to host memory
             copies.wait(self._device.get_current_stream().record())
             carried.began = copies.record()
-        self._own.gate()
+        self._own.enqueue_rest()
         carried.void = self._capture.find_moved(carried.job)
 
-    def _launching(self, number: int) -> None:
+    def _on_launching(self, number: int) -> None:
         if not self.problem:
-            self._exchange.launching()
-        self._own.launching(number)
+            self._exchange.on_launching()
+        self._own.on_launching(number)
 
-    def _launched(self, group: Hashable, backend: str, work: Any) -> None:
+    def _on_launched(self, group: Hashable, backend: str, work: Any) -> None:
         if not self.problem:
-            self._exchange.launched(group, work if backend == self._joined.platform.backend else None)
+            self._exchange.on_launched(group, work if backend == self._joined.platform.backend else None)
 
     def prepare_for_gate(self) -> None:
         """Prepare for the first optimizer step of an iteration."""
-        self._guarded(self._exchange.gate)
+        self._run_guarded(self._exchange.prepare_for_gate)
 
     def fence(self) -> None:
         """Prepare for a change of the tensors by other code than the optimizer."""
-        self._guarded(self._exchange.fence)
+        self._run_guarded(self._exchange.fence)
 
-    def _guarded(self, then: Callable[[], None]) -> None:
+    def _run_guarded(self, then: Callable[[], None]) -> None:
         """Run `then` such that our own failure does not reach the training."""
         try:
             self.flush_copy()
@@ -280,7 +280,7 @@ class Driver:
 
     def finish(self, *, in_peace: bool) -> None:
         """End the copies, because the training is over. `in_peace`: on all ranks."""
-        self._guarded(self._exchange.finish if in_peace else lambda: None)
+        self._run_guarded(self._exchange.finish if in_peace else lambda: None)
         self._closing = True
         if not in_peace:
             self.fail("the training has ended")
@@ -310,18 +310,20 @@ class Driver:
         former, self._active = self._active, active and not self.ended
         if self._active and not former:
             self._linked = False
-            self.desk.meet(self._stepped)
+            self.desk.allow_nccl(self._stepped)
         if not isinstance(route, Joint):
             route = None
-        traffic, size = self._traffic, self.area(self._me.rank)[1]
+        traffic, size = self._traffic, self.locate_area(self._me.rank)[1]
         self._exchange.set_program(
-            whole(self.largest_bytes, len(self._joined.links.targets[0]) + 1, traffic.device_chunk_bytes)
+            build_profiling_program(
+                self.largest_bytes, len(self._joined.links.targets[0]) + 1, traffic.device_chunk_bytes
+            )
             if route is None
-            else route.program(s)
+            else route.build_program(s)
         )
         rate = sorted(self._rates)[len(self._rates) // 2] if self._rates else 0.0
         if route is not None and rate > 0:
-            self._work = own_copy.plan(route.profile, size, traffic.device_chunk_bytes, rate, traffic.mu)
+            self._work = own_copy.plan_copy(route.profile, size, traffic.device_chunk_bytes, rate, traffic.mu)
         else:
             self._work = tuple(
                 Piecework(-1, at, min(traffic.device_chunk_bytes, size - at))
@@ -330,7 +332,7 @@ class Driver:
 
     def list_words(self) -> list[int]:
         """Return this rank's numbers for the round at this version."""
-        return [] if self.ended else [1 if self.problem else 0, *pack(self._exchange.log.word())]
+        return [] if self.ended else [1 if self.problem else 0, *pack(self._exchange.log.summarize())]
 
     def on_round(self, words: Sequence[int]) -> None:
         """Process the result of a round, by which all ranks may leave NCCL.
@@ -340,12 +342,12 @@ class Driver:
         if self.ended:
             return
         ours = list(words)[-_WORDS:]
-        wrong = unequal(ours[1:])
+        wrong = describe_difference(ours[1:])
         if ours[0] or wrong:
             self.end(wrong if not ours[0] else self._progress.problem or "another rank has left NCCL")
         else:
             self._met = True
-            self.desk.meet(self._stepped + 1)
+            self.desk.allow_nccl(self._stepped + 1)
 
     def has_just_left(self) -> bool:
         """Return True once, when all ranks have left NCCL."""
@@ -358,10 +360,10 @@ class Driver:
             self._local = bool(self._progress.problem)
             self.ended, self._leaves = reason, True
             if self._me.rank == 0:
-                self._tell_end(reason)
+                self._announce_end(reason)
             self._progress.fail(reason)
             self._active = False
-            self.desk.want(0)
+            self.desk.set_wanted(0)
 
     def fail(self, reason: str) -> None:
         """Leave NCCL on this rank; the others notice, and learn of it in a round. Thread-safe."""
@@ -369,15 +371,15 @@ class Driver:
 
     # ---- the thread that saves -------------------------------------------------------------------------
 
-    def refused(self) -> None:
+    def record_refusal(self) -> None:
         """Record that a holder does not accept a version over NCCL."""
         self._linked = True
 
-    def carried(self, version: int) -> Carried | None:
+    def pop_carried(self, version: int) -> Carried | None:
         """Return the version that the device copies, and forget it; None if there is none."""
         return self._carried.pop(version, None)
 
-    def filled(self, carried: Carried) -> bool:
+    def wait_until_filled(self, carried: Carried) -> bool:
         """Wait until the own slot has all of the tensors. Return False if it never will."""
         while not carried.settled.wait(0.1):
             if self._over or (self._closing and not carried.settled.is_set()):
@@ -392,45 +394,45 @@ class Driver:
         if carried.began is not None and carried.began.query():
             took_s = mark.count_seconds_since(carried.began)
             if took_s > 0:
-                self._rates.append(self.area(self._me.rank)[1] / took_s)
-        self.desk.landed(carried.job.version, self._me.rank)
+                self._rates.append(self.locate_area(self._me.rank)[1] / took_s)
+        self.desk.record_landing(carried.job.version, self._me.rank)
         return True
 
-    # ---- results of the operations (see progress.Listener) ---------------------------------------------
+    # ---- results of the operations (see progress.ResultListener) ---------------------------------------
 
-    def measured(self, size: int, seconds: float) -> None:
+    def on_measured(self, size: int, seconds: float) -> None:
         """Add the duration of a message to the link's meter."""
         self.meter.record_send(0.0)
         self.meter.record_ack(size, seconds)
 
-    def sent(self, version: int, whole: bool) -> None:
+    def on_sent(self, version: int, whole: bool) -> None:
         """Record progress: all of this rank's bytes of a version have left."""
         self._pacer.record_progress()
 
-    def landed(self, version: int, rank: int) -> None:
+    def on_landed(self, version: int, rank: int) -> None:
         """Record that all bytes of a rank's shard are in the slot."""
         self._pacer.record_progress()
-        self.desk.landed(version, rank)
+        self.desk.record_landing(version, rank)
 
-    def failed(self, version: int, drained: bool) -> None:
+    def on_failed(self, version: int, drained: bool) -> None:
         """Give up the version's slots, and the shards' protection if the device may still write into them."""
         self._undrained = self._undrained or not drained
-        self.desk.failed(drained=drained)
+        self.desk.record_failure(drained=drained)
         if self._closing:
             return
         self._gate.degrade(f"version {version} was on its way over NCCL")
         if not drained:
             self._broken("the device still has to copy into replica memory, and may never finish")
 
-    def _unpinned(self, reason: str) -> None:
+    def _on_unpinned(self, reason: str) -> None:
         self.fail(reason)
 
     def _report_loss(self, text: str) -> None:
         """Tell the user that the communicator is given up; called by the polling thread."""
         if not self._closing and (self._local or not self.ended):
-            self._tell_end(self._progress.problem)
+            self._announce_end(self._progress.problem)
 
-    def _tell_end(self, reason: str) -> None:
+    def _announce_end(self, reason: str) -> None:
         """Tell the user once that copies leave NCCL."""
         told, self._told = self._told, True
         if not told:

@@ -15,7 +15,7 @@ from gemini_hpc.train.nccl.driver import Driver
 from gemini_hpc.train.nccl.gloo_links import GlooLinks
 from gemini_hpc.train.nccl.joint_planner import JointPlanner
 from gemini_hpc.train.nccl.messages import MessageOutbox
-from gemini_hpc.train.nccl.negotiation import Joined, Proposal, meet
+from gemini_hpc.train.nccl.negotiation import Joined, Proposal, negotiate
 from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
 from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
@@ -43,10 +43,10 @@ def join(
         within: Process group of the ranks; None: the default group.
     """
 
-    def proposals(mine: Proposal) -> list[Proposal]:
+    def exchange_proposals(mine: Proposal) -> list[Proposal]:
         return [msgspec.msgpack.decode(word, type=Proposal) for word in all_ranks(msgspec.msgpack.encode(mine))]
 
-    joined, reason = meet(session.rank, tensors, layout, session.targets, proposals)
+    joined, reason = negotiate(session.rank, tensors, layout, session.targets, exchange_proposals)
     return (OverNccl(session, joined, GlooLinks(within)), "") if joined is not None else (None, reason)
 
 
@@ -75,16 +75,16 @@ class OverNccl:
         )
         return self.driver
 
-    def outboxes(self) -> dict[int, MessageOutbox]:
+    def build_outboxes(self) -> dict[int, MessageOutbox]:
         """Create the links to the holders of this rank's shard."""
-        return {rank: self._links.outbox(rank) for rank in self._session.outgoing}
+        return {rank: self._links.build_outbox(rank) for rank in self._session.outgoing}
 
     @property
     def replicator(self) -> Callable[..., StreamedReplicator]:
         """Return the factory that replaces `Replicator`."""
         return partial(StreamedReplicator, driver=self.driver)
 
-    def receivers(self, me: RankIdentity) -> list[StreamedReceiver]:
+    def build_receivers(self, me: RankIdentity) -> list[StreamedReceiver]:
         """Create the receivers of the shards that this rank holds for other ranks."""
         session = self._session
         assert session.client is not None
@@ -92,7 +92,7 @@ class OverNccl:
             StreamedReceiver(
                 me,
                 session.client,
-                self._links.inbox(rank),
+                self._links.build_inbox(rank),
                 rank,
                 session.homes[rank],
                 session.gate,
@@ -103,9 +103,9 @@ class OverNccl:
             for rank in session.incoming
         ]
 
-    def planner(self, monitor: CollectiveMonitor) -> Callable[..., JointPlanner]:
+    def install_planner(self, monitor: CollectiveMonitor) -> Callable[..., JointPlanner]:
         """Return the factory that replaces `Planner`. The driver sees the training's collectives from now on."""
-        self.driver.hook(monitor)
+        self.driver.install_hooks(monitor)
         return partial(JointPlanner, driver=self.driver, watch=monitor)
 
     def interrupt(self) -> None:

@@ -71,11 +71,11 @@ class Links:
     targets: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
 
-    def sources(self, rank: int, replica: int) -> list[int]:
+    def list_sources(self, rank: int, replica: int) -> list[int]:
         """Return the ranks whose copy number `replica` goes to `rank`."""
         return [r for r, t in enumerate(self.targets) if replica < len(t) and t[replica] == rank]
 
-    def part(self, rank: int, chunk: Chunk) -> int:
+    def count_bytes(self, rank: int, chunk: Chunk) -> int:
         """Return the bytes of this chunk that the rank has."""
         return max(0, min(chunk.size, self.sizes[rank] - chunk.offset))
 
@@ -141,7 +141,7 @@ class Exchange:
             save: The version to send; None where this version is not saved.
         """
         with self._lock:
-            if self._off():
+            if self._is_off():
                 return
             self._iteration += 1
             self._launched, self._gated = 0, False
@@ -155,13 +155,13 @@ class Exchange:
             self._pack.wait(self._device.get_current_stream().record())
             self._catch_up()
 
-    def launching(self) -> None:
+    def on_launching(self) -> None:
         """Make the current stream wait for our newest operation.
 
         Called before each collective of the training, in the thread that launches it.
         """
         with self._lock:
-            if self._ours is None or self._off():
+            if self._ours is None or self._is_off():
                 return
             stream = self._device.get_current_stream()
             if stream.key not in self._behind:
@@ -169,7 +169,7 @@ class Exchange:
                 self._mark(stream)
                 stream.wait(self._ours.done)
 
-    def launched(self, group: Hashable, work: Any) -> None:
+    def on_launched(self, group: Hashable, work: Any) -> None:
         """Count a collective after its launch, and enqueue what is due.
 
         Args:
@@ -177,19 +177,19 @@ class Exchange:
             work: The collective's work, as `Stream.wait_work` takes it.
         """
         with self._lock:
-            if self._off():
+            if self._is_off():
                 return
             self._launched += 1
             self._recent[group] = work
             self._catch_up()
 
-    def gate(self) -> None:
+    def prepare_for_gate(self) -> None:
         """Enqueue what is due before the first optimizer step of an iteration.
 
         The optimizer may change the tensors that have been packed by then.
         """
         with self._lock:
-            if self._gated or self._off():
+            if self._gated or self._is_off():
                 return
             self._gated = True
             if self._program is not None and self._iteration >= self._program.s - 1:
@@ -200,23 +200,23 @@ class Exchange:
     def fence(self) -> None:
         """Allow the tensors to change from here on, before the optimizer: like the gate, but nothing is due."""
         with self._lock:
-            if not self._off():
+            if not self._is_off():
                 self._release()
 
     def finish(self) -> None:
         """Enqueue the rest of the version in transfer, because the training is over on all ranks."""
         with self._lock:
-            if not self._off():
+            if not self._is_off():
                 self._finish()
 
     # ---- enqueueing ------------------------------------------------------------------------------------
 
-    def _off(self) -> bool:
+    def _is_off(self) -> bool:
         return bool(self.problem) or self._device.is_capturing()
 
     def _catch_up(self) -> None:
         if self._save is not None and self._program is not None and not self._device.is_grouping():
-            self._enqueue(self._program.due(Place(self._iteration, self._gated, self._launched)))
+            self._enqueue(self._program.count_due(Place(self._iteration, self._gated, self._launched)))
 
     def _finish(self) -> None:
         if self._save is not None and self._program is not None:
@@ -247,32 +247,32 @@ class Exchange:
             self._network.wait(self._device.get_current_stream().record())
             while self._sent < until:
                 self._sent += 1
-                self._one(program.chunks[self._sent - 1], len(program.chunks) - self._sent)
+                self._enqueue_chunk(program.chunks[self._sent - 1], len(program.chunks) - self._sent)
         except Broken as error:
             self._progress.fail(str(error))
         self._behind.clear()
         if self._sent == len(program.chunks):
             self._save = None
 
-    def _one(self, chunk: Chunk, left: int) -> None:
+    def _enqueue_chunk(self, chunk: Chunk, left: int) -> None:
         save, links, network = self._save, self._links, self._network
         assert save is not None
         source = save.later if self._stepped else save.now
         sends: list[Message] = []
         outgoing: SubBuffer | None = None
-        size = links.part(self._rank, chunk)
+        size = links.count_bytes(self._rank, chunk)
         if size and chunk.replica < len(links.targets[self._rank]):
-            outgoing = self._send_parts.next_part(self._pack)
+            outgoing = self._send_parts.pick_next(self._pack)
             if source is not None:
                 source.put(self._pack, outgoing.bytes[:size], chunk.offset)
             self._packed = self._pack.record()
             network.wait(self._packed)
             sends.append(Message(links.targets[self._rank][chunk.replica], outgoing.bytes[:size]))
         incoming: list[tuple[Message, SubBuffer]] = []
-        for peer in links.sources(self._rank, chunk.replica):
-            size = links.part(peer, chunk)
+        for peer in links.list_sources(self._rank, chunk.replica):
+            size = links.count_bytes(peer, chunk)
             if size:
-                part = self._receive_parts.next_part(network)
+                part = self._receive_parts.pick_next(network)
                 incoming.append((Message(peer, part.bytes[:size]), part))
         self.log.add(EnqueuedOperation(save.version, self._iteration, self._gated, self._launched, *chunk))
         ready = network.record()
@@ -283,13 +283,13 @@ class Exchange:
             outgoing.free = done
         arrivals = []
         for message, part in incoming:
-            copied = self._land(chunk, message, done)
+            copied = self._enqueue_copy(chunk, message, done)
             part.free = copied or done
             arrivals.append(Arrival(message.peer, message.bytes.numel(), copied))
         self._ours = Operation(save.version, chunk.size, left, source is not None, ready, done, arrivals)
-        self._progress.enqueued(self._ours)
+        self._progress.record_operation(self._ours)
 
-    def _land(self, chunk: Chunk, message: Message, done: Event) -> Event | None:
+    def _enqueue_copy(self, chunk: Chunk, message: Message, done: Event) -> Event | None:
         """Enqueue the copy from the sub-buffer into the slot. Return the event behind the copy."""
         save = self._save
         assert save is not None
@@ -303,6 +303,6 @@ class Exchange:
         return self.copies.record()
 
 
-def ring(world: int, m: int, sizes: Sequence[int]) -> Links:
+def build_ring(world: int, m: int, sizes: Sequence[int]) -> Links:
     """Return links where each rank's holders are the m - 1 ranks after it."""
     return Links(tuple(tuple((r + q + 1) % world for q in range(m - 1)) for r in range(world)), tuple(sizes))

@@ -29,7 +29,7 @@ from gemini_hpc.train.transport.base import LinkBroken
 _FOREVER = timedelta(days=1)
 
 
-def _sockets() -> dict[int, int]:
+def _find_sockets() -> dict[int, int]:
     """Return descriptor -> inode of all sockets of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
@@ -40,7 +40,7 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _reason(error: RuntimeError) -> str:
+def _describe_error(error: RuntimeError) -> str:
     return str(error).split(". This is typically")[0]
 
 
@@ -52,7 +52,7 @@ class _Work:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise LinkBroken(_reason(error)) from None
+            raise LinkBroken(_describe_error(error)) from None
 
     def abandon(self) -> None:
         """Keep the message's memory alive for as long as gloo may use it.
@@ -78,19 +78,19 @@ class GlooLinks:
             within: Process group of the training's ranks; None: the default group.
         """
         self.interrupted = False
-        before = _sockets()
+        before = _find_sockets()
         up, down = build_own_group(within, _FOREVER), build_own_group(within, _FOREVER)
         self._up: Any = up._get_backend(torch.device("cpu"))
         self._down: Any = down._get_backend(torch.device("cpu"))
         self._rank = up.rank()
-        self._sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+        self._sockets = {fd: inode for fd, inode in _find_sockets().items() if before.get(fd) != inode}
         self.abandoned: list[_Work] = []
 
-    def outbox(self, rank: int) -> MessageOutbox:
+    def build_outbox(self, rank: int) -> MessageOutbox:
         """Create the link to a rank; called once for each."""
         return MessageOutbox(self, rank)
 
-    def inbox(self, rank: int) -> MessageInbox:
+    def build_inbox(self, rank: int) -> MessageInbox:
         """Create the link from a rank; called once for each."""
         return MessageInbox(self, rank)
 
@@ -102,7 +102,7 @@ class GlooLinks:
             # directly to the backend: hooks on the training's collectives must not see this traffic
             work = (backend.send if sending else backend.recv)([tensor], rank, tag)
         except RuntimeError as error:
-            raise LinkBroken(_reason(error)) from None
+            raise LinkBroken(_describe_error(error)) from None
         return _Work(self, work, tensor)
 
     def interrupt(self) -> None:

@@ -75,9 +75,9 @@ class JointPlanner(Planner):
         """Make the profile. Return it encoded for the other ranks, with the link values."""
         standing, meter = super().encode_standing(over_at), self.meter
         names = [self._watch.names.get(op.kind, "") for _, trace in self._usual[-1:] for op in trace.ops]
-        unfit = capability_check.operations(names)
+        unfit = capability_check.check_operations(names)
         if self._watch.captured:
-            unfit = capability_check.pattern((), True)
+            unfit = capability_check.check_pattern((), True)
         return self._pack(standing, meter.B if meter.known else 0.0, meter.alpha, unfit)
 
     def _pack(self, standing: bytes, B: float, alpha: float, unfit: str = "") -> bytes:
@@ -91,10 +91,12 @@ class JointPlanner(Planner):
             whole = super().remember([word.standing for word in words])
         finally:
             self._meter = other
-        if not whole or collective_schedule.alike(self._profiles):
+        if not whole or collective_schedule.check_alike(self._profiles):
             return False
         known = [word for word in words if word.B > 0]
-        self._agree(min((word.B for word in known), default=0.0), max((word.alpha for word in known), default=0.0))
+        self._set_terms(
+            min((word.B for word in known), default=0.0), max((word.alpha for word in known), default=0.0)
+        )
         return self._terms is not None
 
     def adopt_records(self, blobs: Sequence[bytes]) -> None:
@@ -106,9 +108,9 @@ class JointPlanner(Planner):
         self._terms = None
         unfit = next((word.refusal for word in words if word.refusal), "")
         if not unfit and len(self._profiles) == len(blobs):
-            unfit = collective_schedule.alike(self._profiles)
+            unfit = collective_schedule.check_alike(self._profiles)
             if not unfit:
-                self._agree(min(word.B for word in words), max(word.alpha for word in words))
+                self._set_terms(min(word.B for word in words), max(word.alpha for word in words))
         if unfit:
             self._driver.end(unfit)
         return None
@@ -117,7 +119,7 @@ class JointPlanner(Planner):
         super()._adopt_profiles(profiles)
         self._profiles = tuple(profiles)
 
-    def _agree(self, B: float, alpha: float) -> None:
+    def _set_terms(self, B: float, alpha: float) -> None:
         traffic = self._traffic
         R = traffic.device_chunk_bytes * traffic.buffers
         m = len(self._targets) + 1
@@ -138,7 +140,7 @@ class JointPlanner(Planner):
             return None
         return Joint(
             profile=self.profile,
-            windows=collective_schedule.common(terms.profiles),
+            windows=collective_schedule.find_shared_windows(terms.profiles),
             C=terms.C,
             m=terms.m,
             R=terms.R,

@@ -50,7 +50,7 @@ class LaunchLog:
         self.count += 1
         self._hash = blake2b(self._hash + _FIELDS.pack(*launch), digest_size=8).digest()
 
-    def word(self) -> tuple[int, int]:
+    def summarize(self) -> tuple[int, int]:
         """Return (count, hash of 63 bits), to be compared at the same version on all ranks."""
         return self.count, int.from_bytes(self._hash, "little") >> 1
 
@@ -60,7 +60,7 @@ def pack(word: tuple[int, int]) -> list[int]:
     return [word[0], -word[0], word[1], -word[1]]
 
 
-def unequal(rounds: Sequence[int]) -> str:
+def describe_difference(rounds: Sequence[int]) -> str:
     """Return a sentence on how the ranks' words differ; '' if they do not.
 
     Args:

@@ -46,7 +46,7 @@ class NcclConfig(ctypes.Structure):
     )
 
 
-def config(most_ctas: int) -> NcclConfig:
+def build_config(most_ctas: int) -> NcclConfig:
     """Return a configuration for calls that return at once and kernels of at most `most_ctas` blocks.
 
     The limit bounds the SMs that are taken from the training.
@@ -68,7 +68,7 @@ class NcclUnavailable(Exception):
     """The error for a missing or unusable NCCL, with the reason."""
 
 
-def _mapped() -> list[str]:
+def _list_mapped() -> list[str]:
     """Return the paths of the NCCL libraries that the process has loaded."""
     found = set()
     with open("/proc/self/maps") as maps:
@@ -79,9 +79,9 @@ def _mapped() -> list[str]:
     return sorted(found)
 
 
-def candidates() -> list[str]:
+def list_candidates() -> list[str]:
     """Return the paths to try, best first: the loaded library, then torch's wheels, then the system's."""
-    paths = _mapped()
+    paths = _list_mapped()
     try:
         package = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -96,14 +96,14 @@ class Library:
     """The functions of NCCL, with their types."""
 
     def __init__(self, paths: list[str] | None = None) -> None:
-        """Load NCCL from the first of `paths` (None: `candidates`) that can be loaded.
+        """Load NCCL from the first of `paths` (None: `list_candidates`) that can be loaded.
 
         Raises:
             Unavailable: If none can be loaded, or the version is too old.
         """
         reasons = []
         self._dll: ctypes.CDLL | None = None
-        for path in candidates() if paths is None else paths:
+        for path in list_candidates() if paths is None else paths:
             try:
                 self._dll = ctypes.CDLL(path)
                 break
@@ -153,7 +153,7 @@ class Library:
         text = self._dll.ncclGetErrorString(result)
         return text.decode(errors="replace") if text else f"result {result}"
 
-    def unique_id(self) -> bytes:
+    def create_unique_id(self) -> bytes:
         """Return a new communicator id; called on one rank, which sends it to the others.
 
         Raises:

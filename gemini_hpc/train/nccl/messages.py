@@ -81,7 +81,7 @@ class _OnLink:
             raise self._link.break_off(str(error)) from None
         self._link.under_way.discard(self._message)
 
-    def bytes(self) -> bytes:
+    def read_bytes(self) -> bytes:
         return self._tensor.numpy().tobytes()
 
 
@@ -126,7 +126,7 @@ class _Link:
     def receive_bytes(self, count: int, tag: int) -> bytes:
         message = self.start(False, torch.empty(count, dtype=torch.uint8, device="cpu"), tag)
         message.wait()
-        return message.bytes()
+        return message.read_bytes()
 
 
 class _Sent:
@@ -137,7 +137,7 @@ class _Sent:
 
     def wait(self) -> None:
         self._ack.wait()
-        (number,) = _NUMBER.unpack(self._ack.bytes())
+        (number,) = _NUMBER.unpack(self._ack.read_bytes())
         if number != self._number:
             raise self._link.break_off(f"chunk {self._number} was acknowledged as {number}")
         self._sent.wait()
@@ -201,7 +201,7 @@ class MessageInbox(_Link):
     _sizes: tuple[int, ...] = ()
     _last: Message | None = None
 
-    def next(self) -> Head | None:
+    def receive_head(self) -> Head | None:
         """Wait for the head of the next version, without a limit. Return None when nothing more will come."""
         magic, kind, version, used, total, chunks, *apart = _HEAD.unpack(self.receive_bytes(_HEAD.size, _HEAD_TAG))
         if magic != _MAGIC or kind not in (_BYE, _VERSION) or max(used, sum(apart)) > total or chunks > MAX_CHUNKS:
@@ -216,7 +216,7 @@ class MessageInbox(_Link):
         return head
 
     def answer(self, accept: bool) -> None:
-        """Answer an offer, once after each `next`."""
+        """Answer an offer, once after each `receive_head`."""
         self.send_bytes(_YES if accept else _NO, _ANSWER_TAG).wait()
 
     def receive(self, into: torch.Tensor) -> None:
@@ -246,7 +246,7 @@ class MessageInbox(_Link):
             acks.popleft().wait()
         return number + 1
 
-    def digest(self) -> str:
+    def receive_digest(self) -> str:
         """Return the digest made at the source; called last."""
         return self.receive_bytes(16, _DIGEST_TAG).hex()
 

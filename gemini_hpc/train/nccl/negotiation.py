@@ -69,9 +69,9 @@ class Meeting:
         unique_id = b""
         try:
             self._platform = platform.make()
-            refusal = self._platform.refuses(tensors)
+            refusal = self._platform.explain_refusal(tensors)
             if not refusal and self._rank == 0:
-                unique_id = self._platform.unique_id()
+                unique_id = self._platform.create_unique_id()
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}"
         return Proposal(layout.tensor_offset, layout.tensor_bytes, refusal, unique_id)
@@ -86,7 +86,7 @@ class Meeting:
         assert self._platform is not None
         links = Links(tuple(tuple(t) for t in targets), tuple(p.tensor_bytes for p in proposals))
         try:
-            device = self._platform.device()
+            device = self._platform.find_device()
             made = self._platform.connect(device, self._rank, links, proposals[0].unique_id)
         except (Broken, RuntimeError, OSError) as error:
             return None, f"rank {self._rank}: {error}"
@@ -94,7 +94,7 @@ class Meeting:
         return Joined(self._platform, device, made, links, offsets, layout.small_capacity), ""
 
 
-def refused(proposals: Sequence[Proposal]) -> str:
+def find_refusal(proposals: Sequence[Proposal]) -> str:
     """Return the first rank's refusal; '' if there is none."""
     found = [(rank, p.refusal) for rank, p in enumerate(proposals) if p.refusal]
     return f"rank {found[0][0]}: {found[0][1]}" if found else ""
@@ -103,7 +103,7 @@ def refused(proposals: Sequence[Proposal]) -> str:
 Exchange = Callable[[Proposal], list[Proposal]]
 
 
-def meet(
+def negotiate(
     rank: int,
     tensors: Sequence[torch.Tensor],
     layout: SlotLayout,
@@ -121,7 +121,7 @@ def meet(
     """
     meeting = Meeting(rank)
     proposals = all_ranks(meeting.propose(tensors, layout))
-    if reason := refused(proposals):
+    if reason := find_refusal(proposals):
         return None, reason
     joined, problem = meeting.connect(proposals, targets, layout)
     if reason := next((p.refusal for p in all_ranks(Proposal(refusal=problem)) if p.refusal), ""):

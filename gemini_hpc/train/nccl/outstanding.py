@@ -37,11 +37,11 @@ class Outstanding:
             self._pacer.record_send(now)
         self._queue.put((pending, replica, size, now))
 
-    def backlog(self) -> int:
+    def count_backlog(self) -> int:
         """Return the bytes in flight."""
         return self._backlog_bytes
 
-    def room(self, p: int) -> None:
+    def wait_for_room(self, p: int) -> None:
         """Wait until fewer than p chunks are in flight.
 
         Raises:
@@ -51,10 +51,10 @@ class Outstanding:
             self._changed.wait_for(lambda: self._count < p or self._broken is not None)
             broken = self._broken
         if broken is not None:
-            self.land()
+            self.drain()
             raise broken
 
-    def land(self) -> None:
+    def drain(self) -> None:
         """Wait until no chunk is in flight, and clear the recorded error."""
         with self._changed:
             self._changed.wait_for(lambda: self._count == 0)

@@ -45,7 +45,7 @@ class Piecework(NamedTuple):
     size: int
 
 
-def busy(profile: Profile) -> list[Busy]:
+def list_busy_times(profile: Profile) -> list[Busy]:
     """Return the times between a profile's idle spans, up to the gate."""
     spans = [span for span in profile.spans if span.before_gate]
     found = []
@@ -59,7 +59,7 @@ def busy(profile: Profile) -> list[Busy]:
     return found
 
 
-def plan(
+def plan_copy(
     profile: Profile, total_bytes: int, chunk_bytes: int, bytes_per_s: float, mu: float
 ) -> tuple[Piecework, ...]:
     """Return the chunks of the own copy.
@@ -80,7 +80,7 @@ def plan(
         raise ValueError(f"copies to host memory at {bytes_per_s} bytes per second: more than 0 is wanted")
     placed: list[Piecework] = []
     at = 0
-    for after, length_s in busy(profile):
+    for after, length_s in list_busy_times(profile):
         room = min(total_bytes - at, int(mu * length_s * bytes_per_s))
         placed += [Piecework(after, at + offset, size) for offset, size in cut(room, chunk_bytes)]
         at += room
@@ -135,11 +135,11 @@ class OwnCopy:
         Called in the training's step(), before `Exchange.step`.
         """
         self._copies.wait(self._device.get_current_stream().record())
-        tensors.stage(self._copies)
+        tensors.enqueue_staging(self._copies)
         self._version = _Version(tensors, area, work, OwnSlot(area))
         return self._version.slot
 
-    def launching(self, number: int) -> None:
+    def on_launching(self, number: int) -> None:
         """Enqueue the chunks that are due before collective `number` of the iteration is launched.
 
         When the device reaches this collective, the network is busy.
@@ -147,25 +147,25 @@ class OwnCopy:
         version = self._version
         if version is not None and not self._device.is_capturing():
             later = [w.after if w.after >= 0 else number + 1 for w in version.work]
-            self._until(version, bisect_right(later, number))
+            self._enqueue_until(version, bisect_right(later, number))
 
-    def gate(self) -> None:
-        """Enqueue the rest, before the optimizer and before `Exchange.gate`.
+    def enqueue_rest(self) -> None:
+        """Enqueue the rest, before the optimizer and before `Exchange.prepare_for_gate`.
 
         Work that the current stream enqueues from now on waits for the whole copy, on the device.
         """
         if self._version is None or self._device.is_capturing():
             return
         version, self._version = self._version, None
-        self._until(version, len(version.work))
+        self._enqueue_until(version, len(version.work))
         version.slot.filled = self._copies.record()
         self._device.get_current_stream().wait(version.slot.filled)
 
-    def _until(self, version: _Version, until: int) -> None:
+    def _enqueue_until(self, version: _Version, until: int) -> None:
         if version.done >= until:
             return
         self._copies.wait(self._device.get_current_stream().record())
         for _, offset, size in version.work[version.done : until]:
-            for at, part in version.tensors.within(offset, offset + size):
+            for at, part in version.tensors.iterate_parts(offset, offset + size):
                 self._copies.copy(version.area[at : at + part.numel()], part)
         version.done = until

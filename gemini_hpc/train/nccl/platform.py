@@ -28,17 +28,17 @@ class Platform(Protocol):
 
     backend: str
 
-    def refuses(self, tensors: Sequence[torch.Tensor]) -> str:
+    def explain_refusal(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return the reason why these tensors cannot be copied over this platform; '' if there is none."""
 
-    def unique_id(self) -> bytes:
+    def create_unique_id(self) -> bytes:
         """Return an id for `connect` on all ranks; called on one rank.
 
         Raises:
             Broken: If the id cannot be made.
         """
 
-    def device(self) -> Device:
+    def find_device(self) -> Device:
         """Return the GPU of this rank."""
 
     def connect(self, device: Device, rank: int, links: Links, unique_id: bytes) -> Communicator:
@@ -67,7 +67,7 @@ class CudaPlatform:
         self._library: Library | None = None
         self._index: int | None = None
 
-    def refuses(self, tensors: Sequence[torch.Tensor]) -> str:
+    def explain_refusal(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return the reason why these tensors cannot be copied over NCCL; '' if there is none."""
         if not torch.cuda.is_available():
             return "there is no CUDA device here"
@@ -79,15 +79,15 @@ class CudaPlatform:
             return f"training state is on {others}; all of it must be on the current device, {here}"
         if "nccl" not in str(dist.get_backend_config()):
             return "the training's default process group is not of NCCL"
-        self._library, missing = capability_check.library()
-        return missing or capability_check.environment()
+        self._library, missing = capability_check.load_library()
+        return missing or capability_check.check_environment()
 
-    def unique_id(self) -> bytes:
+    def create_unique_id(self) -> bytes:
         """Return an NCCL id for `connect` on all ranks."""
         assert self._library is not None
-        return self._library.unique_id()
+        return self._library.create_unique_id()
 
-    def device(self) -> Device:
+    def find_device(self) -> Device:
         """Return the current CUDA device."""
         return cuda.CudaDevice()
 
@@ -98,7 +98,7 @@ class CudaPlatform:
         made = NcclCommunicator(self._library, rank, len(links.sizes), cuda.get_handle)
         try:
             made.connect(unique_id, CONNECT_S)
-            made.warm(device.create_stream(), *first_messages(device, rank, links), CONNECT_S)
+            made.warm(device.create_stream(), *build_first_messages(device, rank, links), CONNECT_S)
             torch.cuda.synchronize()
         except BaseException:
             with suppress(Exception):
@@ -111,11 +111,11 @@ class CudaPlatform:
         return cuda.Pinned(memory, self._index)
 
 
-def first_messages(device: Device, rank: int, links: Links) -> tuple[list[Message], list[Message]]:
+def build_first_messages(device: Device, rank: int, links: Links) -> tuple[list[Message], list[Message]]:
     """Return the messages to send and to receive that use every link of this rank once."""
     sends = [Message(peer, device.allocate_buffer(1)) for peer in links.targets[rank]]
     replicas = range(len(links.targets[rank]))
-    return sends, [Message(peer, device.allocate_buffer(1)) for q in replicas for peer in links.sources(rank, q)]
+    return sends, [Message(peer, device.allocate_buffer(1)) for q in replicas for peer in links.list_sources(rank, q)]
 
 
 # Called once for each checkpointer that uses NCCL.

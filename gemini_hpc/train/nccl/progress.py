@@ -66,19 +66,19 @@ class Operation:
 class ResultListener(Protocol):
     """The listener to the operations' results, called by the polling thread. Must not block."""
 
-    def measured(self, size: int, seconds: float) -> None:
+    def on_measured(self, size: int, seconds: float) -> None:
         """Process the duration of a message of `size` bytes in seconds, including its wait for the other end."""
 
-    def sent(self, version: int, whole: bool) -> None:
+    def on_sent(self, version: int, whole: bool) -> None:
         """Process that all of this rank's bytes of a version have left.
 
         If not `whole`, the bytes were not the version's.
         """
 
-    def landed(self, version: int, rank: int) -> None:
+    def on_landed(self, version: int, rank: int) -> None:
         """Process that all bytes of that rank's shard are in the slot."""
 
-    def failed(self, version: int, drained: bool) -> None:
+    def on_failed(self, version: int, drained: bool) -> None:
         """Process that the part of this version that has not arrived never will.
 
         If not `drained`, the device may still write into its slots, so they must not be filled again.
@@ -122,7 +122,7 @@ class Progress:
 
     # ---- from the launching thread ---------------------------------------------------------------------
 
-    def enqueued(self, operation: Operation) -> None:
+    def record_operation(self, operation: Operation) -> None:
         """Record an enqueued operation, in the order of the device."""
         self._running.append(operation)
 
@@ -167,7 +167,7 @@ class Progress:
                 self._communicator.abort()
                 versions = {*self._open, *(o.version for o in (*self._running, *(o for o, _ in self._copying)))}
                 for version in sorted(versions):
-                    self._listener.failed(version, False)
+                    self._listener.on_failed(version, False)
                 return
 
     def poll_operations(self) -> None:
@@ -181,14 +181,14 @@ class Progress:
             return self._abort(now)
         for operation in done:
             self._running.popleft()
-            self._finished(operation)
+            self._process_finished(operation)
             self._waiting_since = None
-        while self._copying and self._through(*self._copying[0]):
+        while self._copying and self._finish_arrival(*self._copying[0]):
             self._copying.popleft()
             self._waiting_since = None
         if self._aborted_at is not None:
             return self._drain(now)
-        if self.problem or self._stuck(now):
+        if self.problem or self._is_stuck(now):
             self.fail(f"nothing has arrived for {self._patience_s:g} s while the training waited for it")
             self._abort(now)
         return None
@@ -198,18 +198,18 @@ class Progress:
         self._communicator.abort()
         self._say(f"copies over NCCL end here, training goes on: {self.problem}")
 
-    def _finished(self, operation: Operation) -> None:
+    def _process_finished(self, operation: Operation) -> None:
         version = operation.version
         self._open[version] = self._open.get(version, True) and operation.whole
         for arrival in operation.arrivals:
             self._copying.append((operation, arrival))
         if self._aborted_at is None:
             if operation.arrivals:
-                self._listener.measured(operation.size, operation.done.count_seconds_since(operation.ready))
+                self._listener.on_measured(operation.size, operation.done.count_seconds_since(operation.ready))
             if operation.left == 0:
-                self._listener.sent(version, self._open.pop(version))
+                self._listener.on_sent(version, self._open.pop(version))
 
-    def _through(self, operation: Operation, arrival: Arrival) -> bool:
+    def _finish_arrival(self, operation: Operation, arrival: Arrival) -> bool:
         if arrival.copied is None:
             return True
         if not arrival.copied.query():
@@ -219,10 +219,10 @@ class Progress:
         if self._got[key] == self._sizes[arrival.rank]:
             del self._got[key]
             if self._aborted_at is None:
-                self._listener.landed(*key)
+                self._listener.on_landed(*key)
         return True
 
-    def _stuck(self, now: float) -> bool:
+    def _is_stuck(self, now: float) -> bool:
         """Return whether the training has waited too long for an operation of ours.
 
         All running operations count: the training may wait for a later one than the one that hangs.
@@ -245,4 +245,4 @@ class Progress:
         self._copying.clear()
         self._open.clear()
         for version in sorted(versions):
-            self._listener.failed(version, drained)
+            self._listener.on_failed(version, drained)

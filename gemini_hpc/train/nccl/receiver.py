@@ -64,7 +64,7 @@ class Receiver(TensorShardOwner):
 
     def _run(self) -> None:
         try:
-            while (head := self._inbox.next()) is not None:
+            while (head := self._inbox.receive_head()) is not None:
                 self._receive_version(head)
         except LinkBroken as error:
             self._say("degraded", 0, f"the link from rank {self.rank} broke: {error}")
@@ -81,13 +81,13 @@ class Receiver(TensorShardOwner):
         slot.content = Content()
         try:
             self._inbox.receive(slot.bytes[: head.used_bytes])
-            digest = self._inbox.digest()
+            digest = self._inbox.receive_digest()
         except Exception:  # errors of the copy into the slot included
             self._request(local.Abort(training=self._me.training, rank=self.rank, version=head.version, slot=index))
             raise
-        self._landed(head, index, slot, digest)
+        self._report_landed(head, index, slot, digest)
 
-    def _landed(self, head: Head, index: int, slot: TensorSlot, digest: str) -> None:
+    def _report_landed(self, head: Head, index: int, slot: TensorSlot, digest: str) -> None:
         slot.content = Content(self._me.epoch, head.version, head.used_bytes, digest)
         if self._request(
             local.Landed(

@@ -24,6 +24,6 @@ class Joint(Route):
         """Return all windows in full, because no sender has to notice that a window has begun."""
         return self.windows
 
-    def program(self, s: int) -> Program:
+    def build_program(self, s: int) -> Program:
         """Return the program that all ranks enqueue, for versions that may take s iterations."""
-        return collective_schedule.program(self.terms, s)
+        return collective_schedule.build_program(self.terms, s)

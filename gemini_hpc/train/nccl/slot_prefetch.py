@@ -125,13 +125,13 @@ class SlotPrefetch:
 
     # ---- from the launching threads --------------------------------------------------------------------
 
-    def want(self, version: int) -> None:
+    def set_wanted(self, version: int) -> None:
         """Set the next version that is saved, as far as is known; 0: none for now."""
         with self._changed:
             self._wanted = version
             self._changed.notify_all()
 
-    def reach(self, version: int) -> None:
+    def record_step(self, version: int) -> None:
         """Record the step() of a version that is saved."""
         with self._changed:
             self._reached = version
@@ -141,14 +141,14 @@ class SlotPrefetch:
             self._wanted = max(self._wanted, version)
             self._changed.notify_all()
 
-    def take_slot(self, rank: int, version: int) -> Grant | None:
+    def claim_slot(self, rank: int, version: int) -> Grant | None:
         """Hand a shard's slot to the device for the version whose step() is reached.
 
         Return None if there is no slot, which is final for this version.
         """
         with self._changed:
             shard = self._shards[rank]
-            grant = self._await(shard, version) if not (self._lost or shard.linked) else None
+            grant = self._wait_for_grant(shard, version) if not (self._lost or shard.linked) else None
             if grant is None:
                 shard.refused = max(shard.refused, version)
             elif not grant.handed:
@@ -158,25 +158,25 @@ class SlotPrefetch:
                     shard.busy = version
             return grant
 
-    def into(self, version: int, rank: int) -> torch.Tensor | None:
+    def claim_destination(self, version: int, rank: int) -> torch.Tensor | None:
         """Return the destination of the bytes of a peer's tensor area, see `exchange.Save`."""
-        grant = self.take_slot(rank, version) if rank in self._shards else None
+        grant = self.claim_slot(rank, version) if rank in self._shards else None
         if grant is None:
             return None
         offset, size = self._area(rank)
         return grant.slot.bytes[offset : offset + size]
 
-    def _await(self, shard: _PrefetchedShard, version: int) -> Grant | None:
-        if (grant := self._valid(shard, version)) is not None or shard.refused >= version:
+    def _wait_for_grant(self, shard: _PrefetchedShard, version: int) -> Grant | None:
+        if (grant := self._find_valid_grant(shard, version)) is not None or shard.refused >= version:
             return grant
         if self._tired or self._gate.degraded:
             return None
-        self._changed.wait_for(lambda: self._ended or self._valid(shard, version) is not None, PATIENCE_S)
-        grant = self._valid(shard, version)
+        self._changed.wait_for(lambda: self._ended or self._find_valid_grant(shard, version) is not None, PATIENCE_S)
+        grant = self._find_valid_grant(shard, version)
         self._tired = grant is None
         return grant
 
-    def _valid(self, shard: _PrefetchedShard, version: int) -> Grant | None:
+    def _find_valid_grant(self, shard: _PrefetchedShard, version: int) -> Grant | None:
         """Return the shard's grant if it is for this version and still valid, else None.
 
         Another agent does not know the grant. Where larger slots have replaced its slot, the agent means one of
@@ -185,10 +185,10 @@ class SlotPrefetch:
         grant = shard.grant
         if grant is None or grant.version != version or self._ended or self._client.lost:
             return None
-        return grant if grant.page is self._client.page and not self._outgrown(shard, grant) else None
+        return grant if grant.page is self._client.page and not self._is_outgrown(shard, grant) else None
 
     @staticmethod
-    def _outgrown(shard: _PrefetchedShard, grant: Grant) -> bool:
+    def _is_outgrown(shard: _PrefetchedShard, grant: Grant) -> bool:
         return shard.keeper.shard is None or grant.slot not in shard.keeper.shard.slots
 
     # ---- from the threads that report versions ---------------------------------------------------------
@@ -201,26 +201,27 @@ class SlotPrefetch:
         with self._changed:
             shard = self._shards[rank]
             self._changed.wait_for(
-                lambda: self._lost or shard.refused >= version or self._valid(shard, version) is not None, ANSWER_S
+                lambda: self._lost or shard.refused >= version or self._find_valid_grant(shard, version) is not None,
+                ANSWER_S,
             )
-            grant = self._valid(shard, version) if not self._lost else None
+            grant = self._find_valid_grant(shard, version) if not self._lost else None
             if grant is None:
                 shard.refused = max(shard.refused, version)
             else:
                 shard.busy = version
             return grant
 
-    def granted(self, rank: int, version: int) -> int | None:
+    def claim_for_link(self, rank: int, version: int) -> int | None:
         """Return the index of the slot already granted for a version that does not go over NCCL; None if none is."""
         with self._changed:
             shard = self._shards[rank]
             shard.refused = max(shard.refused, version)  # no slot for it is handed to the device any more
             shard.busy = version
             shard.linked = version  # a slot requested ahead would take away the next version's slot
-            grant = self._valid(shard, version)
+            grant = self._find_valid_grant(shard, version)
             return grant.index if grant is not None else None
 
-    def link(self, rank: int, version: int) -> None:
+    def hold_for_link(self, rank: int, version: int) -> None:
         """Request no later slot until `record_end`, because this version is about to go over the link.
 
         The agent would otherwise refuse this version, because a slot does not go back to an earlier version.
@@ -229,18 +230,18 @@ class SlotPrefetch:
             shard = self._shards[rank]
             shard.busy = max(shard.busy, version)
 
-    def meet(self, version: int) -> None:
+    def allow_nccl(self, version: int) -> None:
         """Record that all ranks are well: versions after this one come over NCCL again."""
         with self._changed:
             self._met = version
 
-    def quiet(self, rank: int, timeout_s: float) -> bool:
+    def wait_until_quiet(self, rank: int, timeout_s: float) -> bool:
         """Wait until the device writes into no slot of this shard. Return False on timeout."""
         with self._changed:
             shard = self._shards[rank]
             return self._changed.wait_for(lambda: not shard.writing, timeout_s)
 
-    def arrived(self, rank: int, grant: Grant) -> bool:
+    def wait_until_arrived(self, rank: int, grant: Grant) -> bool:
         """Wait until all of the version is in the slot. Return False if it never will be."""
         with self._changed:
             self._changed.wait_for(
@@ -286,8 +287,8 @@ class SlotPrefetch:
 
     # ---- from the thread that polls the device ---------------------------------------------------------
 
-    def landed(self, version: int, rank: int) -> None:
-        """Record that all bytes of a version's tensor area are in the slot from `take_slot`."""
+    def record_landing(self, version: int, rank: int) -> None:
+        """Record that all bytes of a version's tensor area are in the slot from `claim_slot`."""
         with self._changed:
             shard = self._shards[rank]
             for grant in shard.writing:
@@ -296,7 +297,7 @@ class SlotPrefetch:
             shard.writing = [grant for grant in shard.writing if grant.version > version]
             self._changed.notify_all()
 
-    def failed(self, *, drained: bool) -> None:
+    def record_failure(self, *, drained: bool) -> None:
         """Record that bytes that have not arrived never will. If not `drained`, the device may still write."""
         with self._changed:
             self._lost = True
@@ -334,27 +335,27 @@ class SlotPrefetch:
             missing = False
             for rank, keeper in self._keepers.items():
                 try:
-                    missing = self._ask(rank, keeper) or missing
+                    missing = self._request_slot(rank, keeper) or missing
                 except (AgentLost, AgentRefused):
                     missing = True
             with self._changed:
                 if not self._ended:
                     self._changed.wait(_SOON_S if missing else _LATER_S)
 
-    def _ask(self, rank: int, keeper: TensorShardOwner) -> bool:
+    def _request_slot(self, rank: int, keeper: TensorShardOwner) -> bool:
         """Request the slot of the wanted version if possible. Return whether a slot is still missing."""
         shard, memory, page = self._shards[rank], keeper.shard, self._client.page
         with self._changed:
             version = self._wanted
             if not version or memory is None or self._lost or shard.linked or shard.refused >= version:
                 return False
-            if self._valid(shard, version) is not None:
+            if self._find_valid_grant(shard, version) is not None:
                 return False
-            if not self._free(shard, version):
+            if not self._may_request(shard, version):
                 return True
-            stale = shard.grant if shard.grant is not None and self._outgrown(shard, shard.grant) else None
+            stale = shard.grant if shard.grant is not None and self._is_outgrown(shard, shard.grant) else None
         if stale is not None:  # the agent may have meant the larger slots
-            self._return(rank, stale.version, stale.index)
+            self._return_slot(rank, stale.version, stale.index)
             with self._changed:
                 shard.grant = None if shard.grant is stale else shard.grant
         if not self._pins.add(memory.slots):
@@ -368,7 +369,7 @@ class SlotPrefetch:
             return True
         shard.asked = None, 0.0
         if memory is not keeper.shard:
-            self._return(rank, version, reply.slot)
+            self._return_slot(rank, version, reply.slot)
             return True
         slot = memory.slots[reply.slot]
         slot.content = Content()
@@ -378,7 +379,7 @@ class SlotPrefetch:
             self._changed.notify_all()
         return False
 
-    def _return(self, rank: int, version: int, index: int) -> None:
+    def _return_slot(self, rank: int, version: int, index: int) -> None:
         """Return a granted slot unfilled to the agent.
 
         Raises:
@@ -387,12 +388,12 @@ class SlotPrefetch:
         """
         self._client.request(local.Abort(training=self._me.training, rank=rank, version=version, slot=index))
 
-    def _free(self, shard: _PrefetchedShard, version: int) -> bool:
+    def _may_request(self, shard: _PrefetchedShard, version: int) -> bool:
         """Return whether a request takes no slot away from a version still in transfer."""
         grant = shard.grant
         if shard.busy:
             return False
-        if grant is None or grant.over or grant.page is not self._client.page or self._outgrown(shard, grant):
+        if grant is None or grant.over or grant.page is not self._client.page or self._is_outgrown(shard, grant):
             return True
         if grant.version >= version:
             return False

@@ -21,8 +21,8 @@ class Piece(NamedTuple):
 class Tensors:
     """The pieces of a tensor area, in order of their offsets and without overlap.
 
-    A view that is not contiguous in memory is staged. Staging needs device memory of the view's size, and `stage`
-    must be called for each version.
+    A view that is not contiguous in memory is staged. Staging needs device memory of the view's size, and
+    `enqueue_staging` must be called for each version.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -43,7 +43,7 @@ class Tensors:
             self._pieces.append((at, flat))
         self._starts = [at for at, _ in self._pieces]
 
-    def stage(self, stream: Stream) -> None:
+    def enqueue_staging(self, stream: Stream) -> None:
         """Enqueue the copies of non-contiguous views; `put` waits for them."""
         for stage, view in self._staged:
             stream.copy(stage, view)
@@ -56,10 +56,10 @@ class Tensors:
         """
         if self._ready is not None:
             stream.wait(self._ready)
-        for start, part in self.within(offset, offset + into.numel()):
+        for start, part in self.iterate_parts(offset, offset + into.numel()):
             stream.copy(into[start - offset : start - offset + part.numel()], part)
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def iterate_parts(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (offset in the area, bytes) of each piece, or part of one, in start..stop."""
         for at, flat in self._pieces[max(0, bisect_right(self._starts, start) - 1) :]:
             if at >= stop:

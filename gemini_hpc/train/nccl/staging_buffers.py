@@ -32,7 +32,7 @@ class SubBufferRing:
         self._parts = [SubBuffer(device.allocate_buffer(part_bytes)) for _ in range(p)]
         self._next = 0
 
-    def next_part(self, stream: Stream) -> SubBuffer:
+    def pick_next(self, stream: Stream) -> SubBuffer:
         """Return the next sub-buffer. Work enqueued on `stream` from now on begins after its last use."""
         part = self._parts[self._next]
         self._next = (self._next + 1) % len(self._parts)

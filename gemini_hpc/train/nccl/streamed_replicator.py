@@ -41,21 +41,21 @@ class StreamedReplicator(Replicator):
         self._apart = False  # NCCL brings the present version's tensors to the holders
 
     def _save(self, job: CaptureJob) -> None:
-        carried = self._driver.carried(job.version)
+        carried = self._driver.pop_carried(job.version)
         desk, me = self._driver.desk, self._me.rank
         try:
             if carried is not None:
                 self._finish(job, carried)
             elif job.streamed:
-                self._skip(job, self._lacking(job))
-            elif desk.quiet(me, QUIET_S):
+                self._skip(job, self._explain_lack(job))
+            elif desk.wait_until_quiet(me, QUIET_S):
                 super()._save(job)
             else:
                 self._skip(job, "the device has not finished an earlier copy into this rank's own slot")
         finally:
             desk.record_end(me, job.version)
 
-    def _lacking(self, job: CaptureJob) -> str:
+    def _explain_lack(self, job: CaptureJob) -> str:
         """Return the reason why this rank has nothing of a version that the others send over NCCL."""
         if len(job.small) > self._layout.small_capacity:
             try:
@@ -79,7 +79,7 @@ class StreamedReplicator(Replicator):
                 self._drop(rank, error, version)
 
     def _begin_version(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
-        granted = self._driver.desk.granted(self._me.rank, job.version)
+        granted = self._driver.desk.claim_for_link(self._me.rank, job.version)
         if granted is None or self.shard is None or len(job.small) > self._layout.small_capacity:
             begun = super()._begin_version(job)
             self._driver.small_capacity = self._layout.small_capacity
@@ -93,7 +93,7 @@ class StreamedReplicator(Replicator):
         grant, layout = carried.grant, self._layout
         slot = grant.slot
         began = clock.monotonic()
-        if not self._driver.filled(carried):
+        if not self._driver.wait_until_filled(carried):
             return self._skip(job, "the device has not filled this rank's own slot")
         if self.shard is None or slot not in self.shard.slots:  # larger slots were made during the transfer
             return self._skip(job, "larger slots have replaced this version's slot")
@@ -127,7 +127,7 @@ class StreamedReplicator(Replicator):
             try:
                 if not box.offer(head):
                     self._record_refusal(rank, version)
-                    self._driver.refused()
+                    self._driver.record_refusal()
                     continue
                 pending = [
                     box.send(part)
@@ -165,15 +165,15 @@ class StreamedReplicator(Replicator):
             at = 0
             try:
                 for size in box.sizes:
-                    outstanding.room(pacer.p)
-                    pacer.wait_for_turn(replica, at, size, outstanding.backlog)
+                    outstanding.wait_for_room(pacer.p)
+                    pacer.wait_for_turn(replica, at, size, outstanding.count_backlog)
                     outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
                     at += size
                 self._count_sent(used)
-                outstanding.room(1)
+                outstanding.wait_for_room(1)
                 box.finish(told)
             except LinkBroken as error:
-                outstanding.land()
+                outstanding.drain()
                 self._drop(rank, error, version)
             pacer.record_progress()
         return told
@@ -193,7 +193,7 @@ class StreamedReceiver(Receiver):
                 self._prepare(head)
             elif head.apart[1]:
                 self._complete(head)
-            elif desk.quiet(self.rank, QUIET_S):
+            elif desk.wait_until_quiet(self.rank, QUIET_S):
                 super()._receive_version(head)
             else:
                 self._say("skipped", head.version, f"shard of rank {self.rank}: NCCL still uses its slots")
@@ -211,7 +211,7 @@ class StreamedReceiver(Receiver):
         self._inbox.answer(False)
 
     def _begin_version(self, head: Head) -> int | None:
-        granted = self._driver.desk.granted(self.rank, head.version)
+        granted = self._driver.desk.claim_for_link(self.rank, head.version)
         if granted is None or self.shard is None or head.total_bytes != self.shard.total_bytes:
             return super()._begin_version(head)
         return granted
@@ -219,7 +219,7 @@ class StreamedReceiver(Receiver):
     def _complete(self, head: Head) -> None:
         """Receive everything but the tensors, which come over NCCL."""
         desk, offset, length = self._driver.desk, *head.apart
-        fits = (offset, length) == self._driver.area(self.rank) and self.shard is not None
+        fits = (offset, length) == self._driver.locate_area(self.rank) and self.shard is not None
         if fits and self.shard is not None and head.total_bytes != self.shard.total_bytes:
             fits = False
             with suppress(AgentLost, AgentRefused):  # there will be another version
@@ -233,8 +233,8 @@ class StreamedReceiver(Receiver):
         self.release(self._gate.sealed)
         rest = torch.empty(head.sent_bytes, dtype=torch.uint8, device="cpu")
         self._inbox.receive(rest)
-        digest = self._inbox.digest()
-        if not desk.arrived(self.rank, grant):
+        digest = self._inbox.receive_digest()
+        if not desk.wait_until_arrived(self.rank, grant):
             self._request(
                 local.Abort(training=self._me.training, rank=self.rank, version=head.version, slot=grant.index)
             )
@@ -243,10 +243,10 @@ class StreamedReceiver(Receiver):
         slot = grant.slot
         slot.bytes[:offset].copy_(rest[:offset])
         slot.bytes[offset + length : head.used_bytes].copy_(rest[offset:])
-        return self._landed(head, grant.index, slot, digest)
+        return self._report_landed(head, grant.index, slot, digest)
 
-    def _landed(self, head: Head, index: int, slot: TensorSlot, digest: str) -> None:
-        super()._landed(head, index, slot, digest)
+    def _report_landed(self, head: Head, index: int, slot: TensorSlot, digest: str) -> None:
+        super()._report_landed(head, index, slot, digest)
         if self.landed != head.version:
             self._move_on(head.version)
 
