@@ -42,7 +42,7 @@ def sanitize_event(event: EventRecord, host: str) -> EventRecord:
     return msgspec.structs.replace(bound_event(event, host), t=event.t if abs(event.t - now) < _CLOCK_SKEW_S else now)
 
 
-def log_bytes(events: Iterable[EventRecord]) -> int:
+def estimate_bytes(events: Iterable[EventRecord]) -> int:
     """Return the approximate size of these events in the file."""
     return sum(100 + len(e.name) + len(e.host) + len(e.detail) for e in events)
 

@@ -89,8 +89,10 @@ class GiveBack:
         self._journal.write_line(NODES, "resume", "after", node=node.name)
         self._answers_since.pop(node.name, None)
         log.info(
-            "event=given-back host=%s reason=%r", node.name, f"the node has rebooted and answered for {self._wait()}"
+            "event=given-back host=%s reason=%r",
+            node.name,
+            f"the node has rebooted and answered for {self._format_wait()}",
         )
 
-    def _wait(self) -> str:
+    def _format_wait(self) -> str:
         return f"{self._settings.auto_resume_s:g} s"

@@ -219,7 +219,7 @@ class JobWatch:
         if job.state != PENDING or not job.is_actable or self._recoveries.is_active(track.raw_id):
             return
         if mode := self._recoveries.gate.explain_job_refusal(job):
-            self._recoveries.withheld.tell_once(track.raw_id, job.restarts, "removed a pin of ours", mode)
+            self._recoveries.withheld.log_once(track.raw_id, job.restarts, "removed a pin of ours", mode)
             return
         if set(job.req_nodes) == set(track.stored.original) and job.reservation == track.stored.reservation:
             track.remember_pin(False)

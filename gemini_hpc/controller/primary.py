@@ -141,7 +141,7 @@ class LockTakenError(Exception):
     """An error for a lock that another controller holds; the message names it."""
 
 
-def take_lock(path: str) -> IO[str]:
+def acquire_lock(path: str) -> IO[str]:
     """Lock `path` for the lifetime of the returned handle.
 
     Raises:

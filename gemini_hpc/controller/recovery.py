@@ -178,7 +178,7 @@ class Recovery:
                 self._home.withheld.record_act(REQUEUE, raw_id, self.restart, host, verdict.why, mode)
             elif verdict.act is Act.ADOPT:
                 what = f"held the survivors and pinned the requeue: {host} is DOWN in Slurm"
-                self._home.withheld.tell_once(raw_id, self.restart, what, mode)
+                self._home.withheld.log_once(raw_id, self.restart, what, mode)
 
     # ---- judging ---------------------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class Requeue:
                     await asyncio.sleep(SLOW_POLL_S)
                 if not outcome:
                     now = clock.monotonic()
-                    await asyncio.sleep(_pace(now - began, now - asked))
+                    await asyncio.sleep(_choose_pause_s(now - began, now - asked))
             if not outcome and leave_held:
                 reservation, self.held.name = self.held.name or self.own_request, ""
                 await self._unpin("given up", reservation)
@@ -369,7 +369,7 @@ class Requeue:
             await self._adapt(job)
 
 
-def _pace(followed_s: float, answer_s: float) -> float:
+def _choose_pause_s(followed_s: float, answer_s: float) -> float:
     """Return the pause in seconds before the next query about the job.
 
     The pause grows with the time that the job has been followed, up to half a second. Queries keep a slow Slurm

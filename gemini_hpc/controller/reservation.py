@@ -98,7 +98,7 @@ class Held:
                 for left in [r.name for r in others if self.is_mine(r.name)]:
                     await self.drop_reservation(left)
                 others = [r for r in others if not self.is_mine(r.name)]
-            await self._take_back(keep, others)
+            await self._withdraw_survivors(keep, others)
             others = [r for r in await self.slurm.read_reservations() if not (is_alone and self.is_mine(r.name))]
             taken = {n for r in others for n in r.nodes}
             held_now = [n for n in keep if n not in taken]
@@ -141,7 +141,7 @@ class Held:
             return idle[:most]
         return (idle + sorted(await self.slurm.sort_by_end(busy), key=self.count_visits))[:most]
 
-    async def _take_back(self, keep: Iterable[str], others: Iterable[Reservation]) -> None:
+    async def _withdraw_survivors(self, keep: Iterable[str], others: Iterable[Reservation]) -> None:
         """Take survivors of this job out of other recoveries' reservations, where they are only candidates."""
         for other in others:
             theirs = self.find_survivors(other.name) if other.name.startswith(PREFIX) else None

@@ -18,14 +18,14 @@ from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import tasks
 from gemini_hpc.controller.access import find_operators
-from gemini_hpc.controller.event_log import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, sanitize_event
+from gemini_hpc.controller.event_log import MAX_EVENTS_AT_ONCE, EventLogs, estimate_bytes, sanitize_event
 from gemini_hpc.controller.gate import Gate, GatedSlurm
 from gemini_hpc.controller.give_back import GiveBack
 from gemini_hpc.controller.job_watch import JobWatch
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.metrics import Metrics
-from gemini_hpc.controller.primary import LOCK, Primary, is_here, take_lock
+from gemini_hpc.controller.primary import LOCK, Primary, acquire_lock, is_here
 from gemini_hpc.controller.questions import Questions
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
@@ -96,7 +96,7 @@ class Controller:
         """
         self.settings, self.slurm, self._primary = settings, GatedSlurm(slurm, Gate(settings)), primary
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
-        self._locks = [take_lock(os.path.join(place, LOCK)) for place in (settings.state_dir, state_save)]
+        self._locks = [acquire_lock(os.path.join(place, LOCK)) for place in (settings.state_dir, state_save)]
         jobs = os.path.join(settings.state_dir, "jobs")
         self.registry = Registry(jobs)
         self.logs = EventLogs(jobs)
@@ -389,7 +389,7 @@ class Controller:
         elif isinstance(message, controller.EventsUp):
             if message.job == agent.job:
                 events = [sanitize_event(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]
-                if self._event_bytes.take_tokens(track.user_id, log_bytes(events)):
+                if self._event_bytes.take_tokens(track.user_id, estimate_bytes(events)):
                     self.logs.append_events(agent.job, events)
                 else:
                     self._log_for_user(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
@@ -398,7 +398,7 @@ class Controller:
         elif isinstance(message, controller.Registration) and (message.job, message.host) == (agent.job, agent.host):
             agent.apply_registration(message)
             if message.dead is not None:
-                track.witnesses.take_back(message.restart, agent.host, message.dead)
+                track.witnesses.withdraw_reports(message.restart, agent.host, message.dead)
             if message.restart not in track.stored.allocations:
                 with suppress(SlurmError):
                     track.record_job(await self.read_job(agent.job, must_be_fresh=True))

@@ -27,7 +27,7 @@ from gemini_hpc.slurm.ways import FILE, ApiRecord, Way
 log = logging.getLogger("gemini_hpc.controller")
 
 
-def _tell_way(settings: Settings, way: Way) -> None:
+def _record_way(settings: Settings, way: Way) -> None:
     """Record the way to Slurm in the log and, for `doctor`, on disk."""
     log.log(logging.WARNING if way.is_fallback else logging.INFO, "event=slurm-api used=%s why=%s", way.name, way.why)
     told = ApiRecord(settings.slurm_api, way.name, way.why, way.is_fallback, clock.time())
@@ -43,7 +43,7 @@ async def _serve(settings: Settings) -> None:
     slurm = Slurm(
         on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000),
         api=settings.slurm_api,
-        on_way=lambda way: _tell_way(settings, way),
+        on_way=lambda way: _record_way(settings, way),
     )
     try:
         with suppress(SlurmError):  # on failure the first query to Slurm chooses the way
@@ -85,7 +85,7 @@ def main(settings: Settings, verbose: bool = False) -> int:
     logs.write_to(sys.stderr, verbose=verbose)
     try:
         startup.become_slurm_user(settings)
-        startup.take_limits()
+        startup.raise_limits()
         find_tool("scontrol")
         asyncio.run(_main(settings))
     except (ServiceError, SlurmError, OSError) as exc:

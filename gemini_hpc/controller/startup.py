@@ -60,7 +60,7 @@ def become_slurm_user(settings: Settings) -> None:
     except KeyError:
         raise ServiceError(f"slurm_user {settings.slurm_user!r} is not a user of this host") from None
     uid, gid = user.pw_uid, user.pw_gid
-    _take_key(settings, uid)
+    _use_key(settings, uid)
     if os.geteuid() != 0:
         if os.geteuid() != uid:
             raise ServiceError(f"run the controller as {user.pw_name} (uid {uid}) or root, not as uid {os.geteuid()}")
@@ -81,7 +81,7 @@ def become_slurm_user(settings: Settings) -> None:
     raise ServiceError(f"became {user.pw_name}, but could become root again")
 
 
-def _take_key(settings: Settings, uid: int) -> None:
+def _use_key(settings: Settings, uid: int) -> None:
     if settings.auth != "key" or credentials.get_scheme().name == "key":  # `--daemon` has read it as root
         return
     try:
@@ -116,7 +116,7 @@ def _make_owned_directory(path: str, uid: int, gid: int) -> None:
         os.close(fd)
 
 
-def take_limits() -> None:
+def raise_limits() -> None:
     """Raise the limit of descriptors: each agent needs one. A shell's usual 1024 is for programs with select()."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

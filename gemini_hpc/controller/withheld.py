@@ -167,7 +167,7 @@ class Withheld:
         self._say(job, restart, "withheld", node, f"would have {WORDS[act]} {node}: {why}; {mode}")
         return True
 
-    def tell_once(self, job: int, restart: int, what: str, mode: str) -> None:
+    def log_once(self, job: int, restart: int, what: str, mode: str) -> None:
         """Log, once for each incarnation, an act that is not scored because Slurm has judged already."""
         if (what, job, restart) in self._told:
             return

@@ -23,7 +23,7 @@ class Witnesses:
         said = self._said.setdefault((restart, node), {})
         said.update(dict.fromkeys(who, now))
 
-    def take_back(self, restart: int, who: str, but: Collection[str]) -> None:
+    def withdraw_reports(self, restart: int, who: str, but: Collection[str]) -> None:
         """Withdraw a witness's reports about all nodes of the incarnation except those in `but`."""
         for (of, node), said in self._said.items():
             if of == restart and node not in but:

@@ -91,14 +91,14 @@ def plan(manifests: Sequence[ShardManifest]) -> list[Dataset]:
     Raises:
         ValueError: Ranks share an array whose shape or type differs.
     """
-    from gemini_hpc.tier.hdf5 import link_name
+    from gemini_hpc.tier.hdf5 import format_link_name
 
     found: dict[str, Dataset] = {}
     for manifest in manifests:
         here = []
         for row in manifest.rows:
             above = "tensors" if row.shared else f"ranks/{manifest.rank}"
-            name = f"{above}/{link_name(row.key)}"
+            name = f"{above}/{format_link_name(row.key)}"
             dataset = found.setdefault(name, Dataset(name, row))
             if (row.shape, row.dtype) != (dataset.row.shape, dataset.row.dtype):
                 raise ValueError(

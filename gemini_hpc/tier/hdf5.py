@@ -126,7 +126,7 @@ def create_dataset(
     return h5d.create(parent.id, name.encode(), choose_type(dtype), space, dcpl=made)
 
 
-def link_name(key: str) -> str:
+def format_link_name(key: str) -> str:
     """Return a tensor's name as a dataset name, with slashes escaped so that they make no groups."""
     return key.replace("%", "%25").replace("/", "%2F")
 

@@ -74,7 +74,7 @@ def _gather(where: str, manifest: VersionManifest, paced: Paced) -> tuple[dict[s
                         tensor.value = reader.read_bytes(path)
                 for alias, known in found.aliases.items():
                     if known in names:
-                        links[f"{names[known].rpartition('/')[0]}/{hdf5.link_name(alias)}"] = names[known]
+                        links[f"{names[known].rpartition('/')[0]}/{hdf5.format_link_name(alias)}"] = names[known]
                 if stored.rank == 0:
                     for row, value in _read_buffers(reader):
                         tensors.setdefault(_format_path(0, row), _Tensor(row, value=value))
@@ -90,7 +90,7 @@ def _read_buffers(reader: nodefile.NodeFileReader) -> list[tuple[TensorRow, memo
 
 
 def _format_path(rank: int, row: TensorRow) -> str:
-    name = hdf5.link_name(row.key)
+    name = hdf5.format_link_name(row.key)
     return f"tensors/{name}" if row.shared else f"ranks/{rank}/{name}"
 
 

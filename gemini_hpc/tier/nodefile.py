@@ -50,7 +50,7 @@ def format_group_path(rank: int) -> str:
 def format_piece_name(manifest: ShardManifest, piece: Piece) -> str:
     """Return the name of a piece's dataset."""
     row = manifest.rows[piece.row]
-    name = hdf5.link_name(row.key)
+    name = hdf5.format_link_name(row.key)
     return name if piece.size == row.shape else f"{name}@{','.join(map(str, piece.offset))}"
 
 

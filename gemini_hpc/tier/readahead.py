@@ -72,7 +72,7 @@ class Ahead:
         sys.setswitchinterval(self._before_s)
 
     def _run(self) -> None:
-        while (part := self._turn()) is not None:
+        while (part := self._claim_part()) is not None:
             try:
                 count = self._file.read(self._buffers[part % _WINDOW], part * PART_BYTES)
             except OSError:
@@ -84,7 +84,7 @@ class Ahead:
                 self._came.notify()
                 self._room.notify_all()
 
-    def _turn(self) -> int | None:
+    def _claim_part(self) -> int | None:
         """Wait for room for another part; return its number, None at the end."""
         with self._room:
             self._room.wait_for(lambda: self._over or self._fits())

@@ -57,12 +57,12 @@ def pairs() -> Iterator[list[tuple[BlockingLink, BlockingLink]]]:
 @pytest.mark.parametrize(("cores", "ranks", "each"), [(1, 1, 1), (2, 1, 1), (4, 1, 2), (16, 1, 8), (64, 1, 8)])
 def test_a_node_with_few_cores_has_few(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, each: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
-    assert stripes.share(ranks) == each
+    assert stripes.compute_share(ranks) == each
 
 
 def test_ranks_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
-    assert [stripes.share(ranks) for ranks in (0, 1, 2, 3, 4, 8, 16)] == [8, 8, 4, 2, 2, 1, 1]
+    assert [stripes.compute_share(ranks) for ranks in (0, 1, 2, 3, 4, 8, 16)] == [8, 8, 4, 2, 2, 1, 1]
 
 
 def test_all_bytes_arrive_and_all_are_acknowledged(

@@ -508,4 +508,4 @@ def test_what_becomes_free_meanwhile_is_held() -> None:
     [(1.0, 0.005, 0.03), (1.0, 0.1, 0.3), (1.0, 30.0, 1.0), (1000.0, 0.01, 0.5), (1000.0, 0.3, 0.9)],
 )
 def test_a_slurm_that_takes_its_time_is_asked_less_often(followed_s: float, answer_s: float, pause_s: float) -> None:
-    assert requeue._pace(followed_s, answer_s) == pytest.approx(pause_s)
+    assert requeue._choose_pause_s(followed_s, answer_s) == pytest.approx(pause_s)

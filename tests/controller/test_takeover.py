@@ -18,7 +18,7 @@ from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.fencing import REASON, Port
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
-from gemini_hpc.controller.primary import LOCK, LockTakenError, Primary, take_lock
+from gemini_hpc.controller.primary import LOCK, LockTakenError, Primary, acquire_lock
 from gemini_hpc.controller.probe import ProbeResult
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.recovery import Recovery
@@ -515,7 +515,7 @@ def test_the_locks_are_kept_until_all_work_has_ended(tmp_path: Path, monkeypatch
                 await asyncio.sleep(0.2)
                 controller.journal.write_line(KEY, "close", "after", outcome="test")
                 with pytest.raises(LockTakenError):
-                    take_lock(lock)
+                    acquire_lock(lock)
                 ended.append(True)
 
         serving = asyncio.create_task(controller.serve())
@@ -526,6 +526,6 @@ def test_the_locks_are_kept_until_all_work_has_ended(tmp_path: Path, monkeypatch
         with pytest.raises(asyncio.CancelledError):
             await serving
         assert ended
-        take_lock(lock).close()
+        acquire_lock(lock).close()
 
     asyncio.run(work())

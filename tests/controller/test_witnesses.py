@@ -20,9 +20,9 @@ def test_a_witness_takes_back_what_it_does_not_say_any_more() -> None:
     heard = Witnesses()
     for node in ("n2", "n4"):
         heard.record_witnesses(1, node, ["n1", "n3"], 100.0)
-    heard.take_back(1, "n1", ("n4",))
+    heard.withdraw_reports(1, "n1", ("n4",))
     assert heard.list_fresh(1, "n2", 100.0) == {"n3"} and heard.list_fresh(1, "n4", 100.0) == {"n1", "n3"}
-    heard.take_back(0, "n3", ())
+    heard.withdraw_reports(0, "n3", ())
     assert heard.list_fresh(1, "n2", 100.0) == {"n3"}, "that was about another incarnation"
 
 

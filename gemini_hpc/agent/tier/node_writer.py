@@ -87,7 +87,7 @@ class NodeWriter:
             for key in [key for key in self._copies if key[0] == name]:
                 self._free(key)
 
-    async def cut_short(self) -> list[WantedVersion]:
+    async def wait_cut_short(self) -> list[WantedVersion]:
         """Return the saves that `close` has cancelled, after all writes have ended."""
         if self._saving:
             await asyncio.wait(self._saving.values())

@@ -216,7 +216,7 @@ class SalvageRules:
         elif self.stage == "mustering":
             yield from self._muster(facts, now)
         elif self.stage == "writing":
-            yield from self._write(facts, now)
+            yield from self._resend_orders(facts, now)
 
     # ---- choice of a leader ----------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class SalvageRules:
         }
         lead.answered, lead.silent, lead.asking, lead.asked = {}, {}, set(), {}
         self.stage = "writing"
-        yield from self._write(facts, now)
+        yield from self._resend_orders(facts, now)
 
     def _count_answers(self) -> tuple[int, int]:
         """Return the basis of a try: how many hosts have answered, and how many of them cannot write."""
@@ -404,7 +404,7 @@ class SalvageRules:
     def _list_awaited(self) -> list[str]:
         return [host for host in self._lead.orders if host not in self._lead.answered]
 
-    def _write(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _resend_orders(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Resend the orders, and detect lost hosts."""
         lead, waiting, gathering = self._lead, self._list_awaited(), self.gathering[self._lead.queue[0].training]
         late = now - gathering.began > WRITE_S

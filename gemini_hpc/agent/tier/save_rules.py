@@ -150,7 +150,7 @@ class SaveRules:
             case events.Keep():
                 yield from self._save_kept(event.name, facts, now)
             case events.Wanted():
-                if facts.here is not None and event.message.round == facts.here[1] and self._takes(facts):
+                if facts.here is not None and event.message.round == facts.here[1] and self._accepts_saves(facts):
                     yield events.Down(event.message)
                     yield events.Write(event.message)
             case events.Heard():
@@ -207,7 +207,7 @@ class SaveRules:
     # ---- choice of a version and its time --------------------------------------------------------------
 
     @staticmethod
-    def _takes(facts: SaveFacts) -> bool:
+    def _accepts_saves(facts: SaveFacts) -> bool:
         return facts.tier and not facts.salvaging
 
     def _on_sealed(self, name: str, stamp: Stamp, facts: SaveFacts, now: float) -> Iterator[Effect]:

@@ -375,7 +375,7 @@ class Saver:
                         await asyncio.wait([self._expect_publication(gathering)])
                     else:  # a newer version may belong to another incarnation
                         await self.clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
-                for cut in await self.node.cut_short() if self.succeeded else ():
+                for cut in await self.node.wait_cut_short() if self.succeeded else ():
                     await self.clean(cut.training, Stamp(cut.stamp.epoch, cut.stamp.version + 1))
 
     def _expect_publication(self, gathering: SaveProgress) -> asyncio.Future[None]:

@@ -112,7 +112,7 @@ class _Fetch:
         try:
             self._gather()
             while combine_pieces(self._found, self._copy.used) != self._copy.digest:
-                self._right = self._right or self._list()
+                self._right = self._right or self._fetch_digests()
                 self._suspect()
                 self._gather()
         finally:
@@ -151,7 +151,7 @@ class _Fetch:
             self._dialling += 1
             threading.Thread(target=self._run_connection, args=(index,), name="gemini-pull", daemon=True).start()
 
-    def _list(self) -> bytes:
+    def _fetch_digests(self) -> bytes:
         """Return the right digests of all pieces: those of a source whose whole copy matches."""
         for index in sorted(self._list_usable(), key=lambda index: index in self._from):
             source = self._sources[index]

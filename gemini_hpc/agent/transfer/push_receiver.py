@@ -242,7 +242,7 @@ class PushReceiver:
             OSError: The connection fails.
         """
 
-        def on_loop(work: Coroutine[Any, Any, T]) -> T:
+        def run_on_loop(work: Coroutine[Any, Any, T]) -> T:
             return asyncio.run_coroutine_threadsafe(work, loop).result()
 
         link = push.link
@@ -258,9 +258,9 @@ class PushReceiver:
             if not isinstance(head, peer.PushHead):
                 raise LinkClosed(f"wanted PushHead, got {type(head).__name__}")
             if self._parts.expects(push.ask):
-                self._receive_part(push, link, head, on_loop)
+                self._receive_part(push, link, head, run_on_loop)
                 continue
-            taken = on_loop(self._begin_version(push, head))
+            taken = run_on_loop(self._begin_version(push, head))
             if isinstance(taken, str):
                 link.send(peer.PushAnswer(taken))
                 continue
@@ -271,13 +271,13 @@ class PushReceiver:
                 claimed = Committed(taken.stamp, head.used, digest)
             finally:
                 push.arrival = None
-                counts = on_loop(self._end(push, taken, claimed, found))
+                counts = run_on_loop(self._end(push, taken, claimed, found))
             if not counts and not taken.filled:  # the home must abort it too, or no newer version would be pushed
                 raise LinkClosed("the digest differs")
             link.send(peer.PushVerified())
 
-    def _receive_part(self, push: _Push, link: BlockingLink, head: peer.PushHead, on_loop: _OnLoop) -> None:
-        part = on_loop(self._begin_part(push, head))
+    def _receive_part(self, push: _Push, link: BlockingLink, head: peer.PushHead, run_on_loop: _OnLoop) -> None:
+        part = run_on_loop(self._begin_part(push, head))
         if isinstance(part, str):
             link.send(peer.PushAnswer(part))
             return
@@ -292,7 +292,7 @@ class PushReceiver:
                 raise LinkClosed("not a digest")
             digest, claimed, mark = done.digest, done.part, done.mark
         finally:
-            self.bytes += on_loop(self._parts.end(part, digest, claimed, found, mark))
+            self.bytes += run_on_loop(self._parts.end(part, digest, claimed, found, mark))
         link.send(peer.PushVerified())
 
     def _fill(self, push: _Push, link: BlockingLink, taken: _Taken, head: peer.PushHead) -> tuple[str, str]:

@@ -340,7 +340,7 @@ class Channel:
         while left := self._count_left():
             self._send(left)
         link.wait_acknowledged()
-        digest, pieces = self._wait_for(self._read_by(self._reading.found)), self._reading.pieces
+        digest, pieces = self._wait_for(self._await_digest(self._reading.found)), self._reading.pieces
         mark = read_moment(os.pread(self._file.fileno(), HEADER_BYTES, 0)).mark
         part = self._part.to_hex() if self._part is not None else ""
         known = b"" if part or len(pieces.found) > _MOST_LIST_BYTES else pieces.found
@@ -417,7 +417,7 @@ class Channel:
     # ---- on the loop, for the thread -------------------------------------------------------------------
 
     @staticmethod
-    async def _read_by(reading: asyncio.Future[str]) -> str:
+    async def _await_digest(reading: asyncio.Future[str]) -> str:
         """Return the slot's digest.
 
         Raises:
@@ -473,7 +473,7 @@ class Channel:
         try:
             answer = await self._join(mesh, ask, links, 0)
             self._is_offered = answer.rdma is True
-            count = min(answer.stripes, stripes.share(sum(not shard.pushed for shard in self._store)))
+            count = min(answer.stripes, stripes.compute_share(sum(not shard.pushed for shard in self._store)))
             asks = {k: peer.PushStripe(self.training, self.rank, answer.push, k) for k in range(1, count)}
             async with asyncio.TaskGroup() as joining:  # none of them goes on after a failure
                 for k, more in asks.items():

@@ -434,15 +434,15 @@ class Rdma:
             self.state = self._port.title
             self._log("rdma", detail=f"{self.state} is active; each peer is tried before a version goes that way")
         except RdmaError as exc:
-            self._tell(str(exc), f"TCP: {exc}")
+            self._report_reason(str(exc), f"TCP: {exc}")
 
     @property
     def is_ready(self) -> bool:
         """Return whether there is a device."""
         return self._port is not None
 
-    def _tell(self, reason: str, state: str = "") -> None:
-        """Tell why TCP serves. Each reason is told once."""
+    def _report_reason(self, reason: str, state: str = "") -> None:
+        """Report why TCP serves. Each reason is reported once."""
         self.state = state or f"{self._port.title if self._port else 'none'}; TCP: {reason}"
         with self._lock:
             if reason in self._told or len(self._told) >= _MOST_REASONS:
@@ -460,7 +460,7 @@ class Rdma:
     def rest(self, host: str, reason: str) -> None:
         """Leave a peer to TCP for some minutes."""
         self._resting[host] = clock.monotonic() + REST_S
-        self._tell(f"{host}: {reason}")
+        self._report_reason(f"{host}: {reason}")
 
     def find_registration(self, memory: Memfd) -> Registered | None:
         """Return the registration of a slot, None if it cannot be made or is not there yet.
@@ -485,7 +485,7 @@ class Rdma:
         try:
             made = Registered(self._port, view)
         except RdmaError as exc:
-            self._tell(str(exc))
+            self._report_reason(str(exc))
             return
         with self._lock:
             self._slots[memory] = made
@@ -510,7 +510,7 @@ class Rdma:
         try:
             yield
         except RdmaError as exc:
-            self._tell(str(exc))
+            self._report_reason(str(exc))
 
     # ---- the trial of a peer, before any version is entrusted to it ------------------------------------
 
@@ -574,7 +574,7 @@ class Rdma:
         except RdmaError as exc:
             reason = str(exc)
         if reason:
-            self._tell(f"{host}: {reason}")
+            self._report_reason(f"{host}: {reason}")
         else:
             self._forget_reason(host)
         link.send(peer.PushAnswer(reason))

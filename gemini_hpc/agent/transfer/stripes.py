@@ -26,7 +26,7 @@ def count_connections() -> int:
     return max(1, min(peer.MAX_STRIPES, len(os.sched_getaffinity(0)) // CORES_A_STRIPE))
 
 
-def share(ranks: int) -> int:
+def compute_share(ranks: int) -> int:
     """Return how many of these connections each of so many ranks gets. Each gets at least one."""
     return max(1, count_connections() // max(1, ranks))
 
