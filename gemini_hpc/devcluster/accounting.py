@@ -38,7 +38,7 @@ def start(layout: ClusterFiles, outer: ProcessId) -> None:
         if fatal or clock.monotonic() > deadline:
             raise DevclusterError(f"slurmdbd did not come up: {read_log_tail(log)}")
         clock.sleep(0.01)
-    _fill(layout, outer)
+    _add_accounts(layout, outer)
 
 
 def _write_conf(layout: ClusterFiles) -> None:
@@ -61,7 +61,7 @@ def _write_conf(layout: ClusterFiles) -> None:
     os.chown(layout.slurmdbd_conf, owner.pw_uid, owner.pw_gid)
 
 
-def _fill(layout: ClusterFiles, outer: ProcessId) -> None:
+def _add_accounts(layout: ClusterFiles, outer: ProcessId) -> None:
     users = ",".join(USERS)
     for line in (
         ("cluster", layout.name),

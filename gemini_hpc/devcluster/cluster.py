@@ -185,7 +185,7 @@ class Cluster:
 
     def read_job(self, job_id: int) -> dict[str, str]:
         """Return the fields of `scontrol show job` (JobState, NodeList, Restarts, ...)."""
-        return slurm.show(self._layout, self._load_outer(), "job", str(job_id))
+        return slurm.read_record(self._layout, self._load_outer(), "job", str(job_id))
 
     def read_queue(self) -> list[tuple[int, str, str]]:
         """Return the unfinished jobs: id, state ("RUNNING", "PENDING"), list of nodes as Slurm writes it."""

@@ -47,7 +47,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
         raise OSError(error, f"mount {kind or source} on {target}: {os.strerror(error)}")
 
 
-def boot_now() -> None:
+def reset_uptime() -> None:
     """Start the host's uptime at zero in a time namespace; without such namespaces it is the machine's."""
     if not os.path.exists("/proc/self/timens_offsets"):
         return
@@ -123,7 +123,7 @@ def main() -> None:
         return
     try:
         if spec["booted"]:
-            boot_now()
+            reset_uptime()
         unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET)
         if os.fork():
             # The parent exits on purpose: the new init becomes the child of the enclosing init, not of the

@@ -55,7 +55,7 @@ def read_node_states(layout: ClusterFiles, outer: ProcessId) -> dict[str, str]:
     return states
 
 
-def show(layout: ClusterFiles, outer: ProcessId, kind: str, name: str) -> dict[str, str]:
+def read_record(layout: ClusterFiles, outer: ProcessId, kind: str, name: str) -> dict[str, str]:
     """Return the fields of `scontrol show KIND NAME` (the first record)."""
     line = ask(layout, outer, "scontrol", "show", kind, name, "-o").splitlines()[0]
     parts = _FIELD.split(line)
@@ -93,5 +93,5 @@ def wait_idle(layout: ClusterFiles, outer: ProcessId, nodes: Sequence[str], time
 
 def read_slurmd_start(layout: ClusterFiles, outer: ProcessId, node: str) -> float:
     """Return the start time of the slurmd that last registered, in seconds since the epoch; 0 if there is none."""
-    text = show(layout, outer, "node", node).get("SlurmdStartTime", "None")
+    text = read_record(layout, outer, "node", node).get("SlurmdStartTime", "None")
     return 0.0 if text in ("None", "Unknown") else time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))

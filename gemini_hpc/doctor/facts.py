@@ -299,7 +299,7 @@ def read_environment(pid: int) -> dict[bytes, bytes]:
     return {}
 
 
-def maps(pid: int, name: str) -> bool:
+def maps_file(pid: int, name: str) -> bool:
     """Return whether a process has a file of this name mapped.
 
     The result is True if the process has ended meanwhile, so that it is not reported.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gemini_hpc import clock
-from gemini_hpc.doctor.facts import NODE, HostFacts, maps, read_environment
+from gemini_hpc.doctor.facts import NODE, HostFacts, maps_file, read_environment
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.doctor.plugin import NAME
 from gemini_hpc.node import cgroup, ledger, mounts
@@ -151,7 +151,7 @@ def check_tasks(facts: HostFacts) -> Outcome:
         if b"SLURM_GEMINI_REPLICAS" not in values or not job.isdecimal():
             continue
         seen += 1
-        if not maps(process.parent, NAME):
+        if not maps_file(process.parent, NAME):
             bare.append(f"pid {process.pid} of job {int(job[:10])}")
     if bare:
         return report_wrong(

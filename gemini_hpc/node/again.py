@@ -2,7 +2,7 @@
 
     python3 -I -m gemini_hpc.node.again JOB UID
 
-The job's living agent moves into the new directory by itself. The epilog calls `make`. The SPANK plugin in
+The job's living agent moves into the new directory by itself. The epilog calls `make_directory`. The SPANK plugin in
 slurmstepd runs the program before a step begins, because no prolog runs between two steps of a job. The program
 runs as root and touches nothing inside the directory.
 
@@ -22,7 +22,7 @@ from gemini_hpc.node.prolog import parse_number
 LEDGER_S = 1.0  # a step, or the epilog, waits for this
 
 
-def make(run_dir: str, job: int, uid: int) -> bool:
+def make_directory(run_dir: str, job: int, uid: int) -> bool:
     """Make the directory of a job whose agent is alive on this node and has not released its memory.
 
     Return whether the directory exists now.
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         if len(argv) != 2:
             raise ValueError(f"wanted 2 arguments, found {len(argv)}")
         job = parse_number("job id", argv[0], 1, 2**32 - 1)
-        if not make(load().run_dir, job, parse_number("uid", argv[1], 0, 2**32 - 2)):
+        if not make_directory(load().run_dir, job, parse_number("uid", argv[1], 0, 2**32 - 2)):
             return 1
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
         log_fault("step", job, f"the directory of its agent is gone, and could not be made again: {exc}")

@@ -78,7 +78,7 @@ def _end_incarnation(
     _record_end(run_fd, run_dir, job, uid, restart)
     try:
         there, patience_s = job_directory.has_directory(run_fd, job, uid), 0.0
-        if not there and (there := again.make(run_dir, job, uid)):
+        if not there and (there := again.make_directory(run_dir, job, uid)):
             patience_s = MOVES_S
         outcome = _report_end(run_dir, job, uid, restart, exit_code, deadline, patience_s) if there else _FAILED
         if outcome > _CHECK:
@@ -111,7 +111,7 @@ def _report_end(
 
     def report_as_owner() -> int:
         try:
-            with _connect(f"{run_dir}/{job}", uid, answer_by, patience_s) as sock:
+            with _connect_to_agent(f"{run_dir}/{job}", uid, answer_by, patience_s) as sock:
                 answer = ask_agent.ask(sock, question, answer_by)
                 if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
                     raise ask_agent.ListenerError("the agent's reply to the epilog is not valid")
@@ -135,7 +135,7 @@ def _report_end(
     return privileges.wait_for_child(child, answer_by + GONE_TIMEOUT_S + OWNER_GRACE_S - clock.monotonic())
 
 
-def _connect(directory: str, uid: int, answer_by: float, patience_s: float) -> socket.socket:
+def _connect_to_agent(directory: str, uid: int, answer_by: float, patience_s: float) -> socket.socket:
     until = clock.monotonic() + patience_s
     while True:
         try:

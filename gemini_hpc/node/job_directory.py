@@ -19,7 +19,7 @@ from gemini_hpc.node.complaint import log_fault
 ENTRIES_MAX = 4096
 DEPTH_MAX = 16
 REMOVE_TIMEOUT_S = 2.0  # a user can make a directory arbitrarily large, and a prolog waits for its removal
-LOCK_TIMEOUT_S = 2.0  # a user may hold the lock (`_wait_for`)
+LOCK_TIMEOUT_S = 2.0  # a user may hold the lock (`_wait_for_lock`)
 
 RUN_OPTIONS = "mode=0755,size=64m,nr_inodes=16384"
 JOB_OPTIONS = "mode=0700,size=16m,nr_inodes=512"

@@ -72,7 +72,7 @@ class UnprotectedNote:
             if line:
                 os.fchmod(self._file, 0o644)
                 os.rename(self._draft, str(self._job), src_dir_fd=self._dir, dst_dir_fd=self._dir)
-                self._log(line)
+                self._append_to_log(line)
             else:
                 os.unlink(self._draft, dir_fd=self._dir)
         for fd in (self._file, self._dir):
@@ -80,7 +80,7 @@ class UnprotectedNote:
                 os.close(fd)
         self._dir = self._file = -1
 
-    def _log(self, line: bytes) -> None:
+    def _append_to_log(self, line: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(LOG, flags, 0o644, dir_fd=self._dir)
         try:
