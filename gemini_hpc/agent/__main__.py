@@ -28,13 +28,13 @@ from gemini_hpc.node import oom, privileges, spawn
 _SETTLED_S = 60.0  # an agent that has run for so long does not die of its start: its deaths are counted anew
 
 
-def _forgo_openssl() -> None:
+def _block_openssl() -> None:
     # The agent speaks no TLS and hashes with blake2b and xxh3: OpenSSL would be a sixth of its memory.
     sys.modules.update(dict.fromkeys(("ssl", "_ssl", "_hashlib")))  # type: ignore[arg-type]
 
 
-def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: workers.SupervisorChannel) -> int:
-    _forgo_openssl()
+def _run_agent(settings: Settings, args: argparse.Namespace, again: bool, channel: workers.SupervisorChannel) -> int:
+    _block_openssl()
     gc.disable()  # imports create no garbage, and every job waits for them
     from gemini_hpc.agent.daemon import serve
     from gemini_hpc.agent.peers.identity import AgentIdentity
@@ -60,7 +60,7 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
             status = 1
             try:
                 mine.sock.close()
-                status = _child(settings, args, deaths > 0, workers.SupervisorChannel(mine.theirs))
+                status = _run_agent(settings, args, deaths > 0, workers.SupervisorChannel(mine.theirs))
             except SystemExit as exc:
                 print(exc, file=sys.stderr, flush=True)
             except BaseException:
@@ -114,7 +114,7 @@ def _attend(agent: int, mine: workers.Workers) -> int:
 
 
 def _take_keys(uid: int) -> None:
-    _forgo_openssl()
+    _block_openssl()
     from gemini_hpc.wire import credentials, site_key
 
     try:

@@ -146,7 +146,7 @@ class ClosedTrainings:
         if shard.pair.passed != before:
             self._trainings.recount(shard.training)
 
-    def _part_with(self, incarnation: Incarnation) -> None:
+    def _release_closed(self, incarnation: Incarnation) -> None:
         """Release, at the root, each closed training after which another one has sealed a version."""
         plan = incarnation.rounds.plan
         before = frozenset(closed.training for closed in plan.closed) if plan is not None else frozenset()
@@ -154,7 +154,12 @@ class ClosedTrainings:
         newer = {t.name for t in self._trainings if t.greeted and t.sealed is not None and t.sealed.epoch == epoch}
         for closed in self._closings.all:
             training = self._trainings.get(closed.training)
-            if training is None or training.present or closed.training in self._parting or _goes_on(training, closed):
+            if (
+                training is None
+                or training.present
+                or closed.training in self._parting
+                or _has_newer_seal(training, closed)
+            ):
                 continue
             if newer - self._beside.get(closed.training, before) - {closed.training}:
                 self._parting.add(closed.training)
@@ -177,10 +182,10 @@ class ClosedTrainings:
             del self._due[name]
             self._count(incarnation, name)
         if incarnation.leads:
-            self._part_with(incarnation)
+            self._release_closed(incarnation)
         for closed in self._closings.all:
             training = self._trainings.get(closed.training)
-            if training is None or training.present or _goes_on(training, closed):
+            if training is None or training.present or _has_newer_seal(training, closed):
                 continue
             shards = [shard for shard in self._store.list_all() if shard.training == closed.training]
             if any(slot.busy for shard in shards for slot in shard.pair.slots):
@@ -201,6 +206,6 @@ class ClosedTrainings:
                 self._trainings.remove(closed.training)
 
 
-def _goes_on(training: Training, closed: Closed) -> bool:
+def _has_newer_seal(training: Training, closed: Closed) -> bool:
     """Return whether the training was begun again after its end, and has sealed a newer version."""
     return training.sealed is not None and training.sealed.version > closed.version

@@ -35,13 +35,13 @@ class Listener(Protocol):
     def inspect(self, request: int) -> inspect_schema.InspectPart:
         """Return this node's view of the job."""
 
-    def ends_in(self, left_s: int | None) -> None:
+    def on_ending(self, left_s: int | None) -> None:
         """Note that Slurm ends the job in so many seconds. None means that no time is set."""
 
-    def leaving(self, hosts: Sequence[str], partition: str) -> None:
+    def on_draining(self, hosts: Sequence[str], partition: str) -> None:
         """Note that these nodes, or the partition, are being drained."""
 
-    def job_waits(self) -> None:
+    def on_job_pending(self) -> None:
         """Note that the job is pending."""
 
     @property
@@ -52,7 +52,7 @@ class Listener(Protocol):
     def finished(self) -> bool | None:
         """Return whether all ranks that train here have closed their checkpointers; None if none has trained."""
 
-    def deaths_matter(self, now: float) -> bool:
+    def should_report_deaths(self, now: float) -> bool:
         """Return whether a death may still be news for the controller.
 
         A death is news while the job runs here, or has just ended here and is not pending again. The job's script may
@@ -173,7 +173,7 @@ class ControllerLink:
             self._died.add(host)
             self._link.send(controller.Report(job, restart, host, witnesses, clock.time()))
 
-    async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
+    async def find_holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
         """Return the hosts, with ports, of agents of a job, as far as the controller knows.
 
         The agents are or have been there. Port 0 means any of the job's ports.
@@ -213,7 +213,7 @@ class ControllerLink:
                 died = tuple(host for host in incarnation.attach.lost if host in self._died)
                 self._lost = (incarnation.attach.lost, died, now + _LOST_S)
         due = now - self._reported > _REPEAT_S
-        if incarnation is not None and due and self._listener.deaths_matter(now):
+        if incarnation is not None and due and self._listener.should_report_deaths(now):
             self._reported = now
             _, lost, until = self._lost
             for host in incarnation.mesh.dead.union(lost if now < until else ()):
@@ -279,11 +279,11 @@ class ControllerLink:
         if isinstance(message, controller.Notice):
             self.notice = replace_unprintable(message.text[:_NOTICE_CHARS])
         elif isinstance(message, controller.Ending):
-            self._listener.ends_in(message.left_s)
+            self._listener.on_ending(message.left_s)
         elif isinstance(message, controller.Draining):
-            self._listener.leaving(message.hosts, message.partition)
+            self._listener.on_draining(message.hosts, message.partition)
         elif isinstance(message, controller.Waits):
-            self._listener.job_waits()
+            self._listener.on_job_pending()
         elif isinstance(message, controller.MayAct):
             self.may_act = True
         elif isinstance(message, controller.Release):

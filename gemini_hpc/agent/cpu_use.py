@@ -27,19 +27,19 @@ _LEAST = 3  # versions before which nothing is bounded: the first ones also map 
 _EVERY_S, _SAMPLES = 5.0, 13  # the average is over the last minute
 
 
-def allowed_cores(settings: Settings) -> float:
+def compute_allowed_cores(settings: Settings) -> float:
     """Return the average number of cores that one agent may use."""
     return settings.agent_cores or max(LEAST_CORES, (os.cpu_count() or 1) / SHARE)
 
 
-def _used_s() -> float:
+def _measure_core_seconds() -> float:
     """Return the core-seconds of this process so far, of all its threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 class _Versions:
-    """The latest sealed versions of a training: the last one, its moment of `_used_s`, and what each has taken."""
+    """The latest sealed versions of a training: the last one, the core-seconds before it, and what each has taken."""
 
     def __init__(self) -> None:
         self.last: Stamp | None = None
@@ -51,7 +51,7 @@ class _Versions:
 class CpuUse:
     """The processors that this agent uses."""
 
-    def __init__(self, settings: Settings, store: Store, used_s: Callable[[], float] = _used_s) -> None:
+    def __init__(self, settings: Settings, store: Store, used_s: Callable[[], float] = _measure_core_seconds) -> None:
         """Begin to measure.
 
         Args:
@@ -60,7 +60,7 @@ class CpuUse:
             used_s: Returns the core-seconds that this process has used.
         """
         self._store, self._used_s = store, used_s
-        self._allowed_cores = allowed_cores(settings)
+        self._allowed_cores = compute_allowed_cores(settings)
         self._versions: dict[str, _Versions] = {}
         self._samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
 
@@ -69,7 +69,7 @@ class CpuUse:
         if not self._samples or now - self._samples[-1][0] >= _EVERY_S:
             self._samples.append((now, self._used_s()))
 
-    def sealed(self, training: Training, stamp: Stamp) -> None:
+    def record_seal(self, training: Training, stamp: Stamp) -> None:
         """Record a seal, and show the training's ranks what a version takes.
 
         All core-seconds since the seal before count, whatever they were for. An incarnation's first seal only begins
@@ -81,17 +81,17 @@ class CpuUse:
             return
         if last is not None and stamp.epoch == last.epoch:
             versions.taken_s.append(used_s - versions.at_s)
-            versions.bytes.append(self._bytes(training.name, stamp))
+            versions.bytes.append(self._count_bytes(training.name, stamp))
         versions.last, versions.at_s = stamp, used_s
         if len(versions.taken_s) >= _LEAST:
             training.page.set_cpu(median(versions.taken_s), self._allowed_cores)
 
-    def _bytes(self, name: str, stamp: Stamp) -> int:
+    def _count_bytes(self, name: str, stamp: Stamp) -> int:
         """Return the bytes of all copies of a version on this node."""
         slots = (slot for shard in self._store.list_all() if shard.training == name for slot in shard.pair.slots)
         return sum(slot.bytes_used for slot in slots if slot.stamp == stamp)
 
-    def state(self) -> CpuState:
+    def build_state(self) -> CpuState:
         """Return the figures for `gemini-hpc inspect`; those of a version are of the training that takes most."""
         measured = [v for v in self._versions.values() if v.taken_s]
         dearest = max(measured, key=lambda v: median(v.taken_s), default=None)
@@ -99,9 +99,9 @@ class CpuUse:
         if dearest is not None:
             version_s, total = median(dearest.taken_s), sum(dearest.bytes)
             gb_s = 1e9 * sum(dearest.taken_s) / total if total else None
-        return CpuState(self._cores(), self._allowed_cores, version_s, gb_s)
+        return CpuState(self._measure_cores(), self._allowed_cores, version_s, gb_s)
 
-    def _cores(self) -> float:
+    def _measure_cores(self) -> float:
         now, used_s = clock.monotonic(), self._used_s()
         then, before_s = self._samples[0] if self._samples else (now, used_s)
         return max(0.0, used_s - before_s) / (now - then) if now > then else 0.0

@@ -111,12 +111,12 @@ class Agent:
 
         self.store = store = Store(Budget(settings, *share))
         self._notes = SealNotes(directory)
-        self.trainings = trainings = Trainings(context, store, self._notes, self._sealed)
+        self.trainings = trainings = Trainings(context, store, self._notes, self._on_sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
-        self._sick = sick = SickNodes(context, self._found_sick)
-        self.launches = Launches(context, sick.ended, sick.unhealthy, lambda: trainings.begun)
-        self._hangs = Hangs(context, trainings, self.launches, sick.hung)
+        self._sick = sick = SickNodes(context, self._leave_sick_node)
+        self.launches = Launches(context, sick.report_end, sick.report_unhealthy, lambda: trainings.begun)
+        self._hangs = Hangs(context, trainings, self.launches, sick.record_hang)
         stats, self._cpu = StatsStore(), CpuUse(settings, store)
         self.controller_link = ControllerLink(context, self)
         events.add_follower(self.controller_link.send_event)
@@ -146,9 +146,9 @@ class Agent:
             context,
             self.launches,
             self._begin_incarnation,
-            self._left_out,
+            self._leave_job,
             first=self.rescue.wait_idle,
-            costs=self.rescue.out_of_reach,
+            costs=self.rescue.are_sole_holders,
             hold=trainings.hold_ranks,
         )
         self._closed = closed = ClosedTrainings(context, replicas, tier)
@@ -173,7 +173,7 @@ class Agent:
             self.controller_link,
             self._predecessor,
         )
-        self._retention = Retention(context, store.budget, tier, self._farewell, clock.monotonic())
+        self._retention = Retention(context, store.budget, tier, self._announce_end, clock.monotonic())
         self._good_end = GoodEnd(context, trainings, tier, self._retention, lambda: self.finished)
         self._waker = Wake(context, self.attach)
         self._fence = SelfFence(context, self.controller_link, trainings)
@@ -185,8 +185,8 @@ class Agent:
             self._cpu,
             self.state,
             rdma,
-            live=self.rescue.live,
-            kept_until=self._retention.kept_until,
+            live=self.rescue.list_live_ranks,
+            kept_until=self._retention.compute_kept_until,
         )
         self._peer_server = PeerServer(
             context,
@@ -202,10 +202,10 @@ class Agent:
         self._receivers = self._register_receivers()
         self._handlers: dict[type, Callable[[Any], _Answer | Awaitable[_Answer]]] = {
             local.Attach: self.attach,
-            local.Epilog: self._epilog,
-            local.LaunchRequest: self.launches.ask,
-            local.VerdictRequest: self._verdict,
-            local.TakeOver: lambda m: handover.give_copy(m, store, self._retention.barred, self._log),
+            local.Epilog: self._on_epilog,
+            local.LaunchRequest: self.launches.answer,
+            local.VerdictRequest: self._build_verdict,
+            local.TakeOver: lambda m: handover.give_copy(m, store, self._retention.explain_refusal, self._log),
         }
 
     def _register_receivers(self) -> dict[type[Message], _Receive]:
@@ -229,7 +229,7 @@ class Agent:
 
     async def run(self) -> None:
         """Serve until released, then free all memory and remove the agent's files."""
-        asyncio.get_running_loop().set_exception_handler(self._failed)
+        asyncio.get_running_loop().set_exception_handler(self._on_failure)
         me, here = self.identity, self.membership
         deadline = clock.monotonic() + _HOLD_S
         while not self._place.lock_directory():
@@ -243,7 +243,11 @@ class Agent:
         if me.settings.interface and not me.interface:
             self._log("error", detail=f"interface {me.settings.interface} has no address: listening on all")
         self._local = LocalServer(
-            f"{me.directory}/{own_directory.SOCKET}", me.uid, self._handle_local, self.service.gone, self._complain
+            f"{me.directory}/{own_directory.SOCKET}",
+            me.uid,
+            self._handle_local,
+            self.service.on_disconnect,
+            self._complain,
         )
         self.controller_link.start()
         self.rdma.start(self._spawn)
@@ -279,10 +283,10 @@ class Agent:
             self.trainings.beat()
             if now - self._looked_at > _PLACE_S and not self._retention.over.is_set():
                 self._looked_at = now
-                self._look_at_directory()
+                self._check_directory()
             if self.membership.detached:
                 self._retention.check_memory(now)
-                self._watch_on(now)
+                self._stop_watching(now)
                 self._good_end.check_doubt()
                 continue
             if self.membership.incarnation is not None:
@@ -292,9 +296,9 @@ class Agent:
             self.transfers.incoming.tend()
             self._closed.tend()
             self._hangs.check_progress(now)
-            self._retention.runs(now)
+            self._retention.note_running(now)
 
-    def _look_at_directory(self) -> None:
+    def _check_directory(self) -> None:
         """Listen in the directory that root has made again after the old one was unmounted or emptied."""
         found = self._place.check_directory()
         if found == "gone":
@@ -315,7 +319,7 @@ class Agent:
             self._log("reachable", detail=f"listens in {self.identity.directory} again")
         self._told_gone = False
 
-    def _watch_on(self, now: float) -> None:
+    def _stop_watching(self, now: float) -> None:
         """Stop watching peers some time after the job's end here, if none has been found dead.
 
         No node was then lost before the script failed.
@@ -323,7 +327,7 @@ class Agent:
         incarnation = self.membership.incarnation
         if incarnation is None or incarnation.mesh.dead:
             return
-        if self._retention.ended_s(now) > self.identity.settings.compute_detection_s():
+        if self._retention.compute_ended_s(now) > self.identity.settings.compute_detection_s():
             incarnation.mesh.detector.watching = False
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
@@ -333,11 +337,11 @@ class Agent:
             reason: Reason for the log.
             save: The job is over, too: save all unsaved versions first.
         """
-        if not self.membership.detached and self._fence.ranks():
+        if not self.membership.detached and self._fence.list_ranks():
             await self._fence.fence(f"{reason}; ending the ranks that still run here")
         self._retention.leave(clock.monotonic(), reason, save=save)
 
-    def _farewell(self, why: str) -> None:
+    def _announce_end(self, why: str) -> None:
         """Report the end, and announce it to the peers if the job has succeeded. All memory is freed next."""
         self._log_end("released", why)
         if self.saver.succeeded and (incarnation := self.membership.incarnation) is not None:
@@ -353,7 +357,7 @@ class Agent:
         newest = max((stamp.version for _, stamp in found), default=0)
         self._log(name, version=newest, detail="; ".join([detail, *words]))
 
-    def _failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _on_failure(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._complain(f"{context.get('message', 'failed')}: {context.get('exception')!r}")
 
     def _print(self, t: float, name: str, version: int, detail: str) -> None:
@@ -378,7 +382,7 @@ class Agent:
             return local.Error(f"restart {m.restart} is over, the job is at restart {here.restart}")
         if incarnation is None or m.restart > incarnation.restart or m.nodelist != incarnation.attach.nodelist:
             try:
-                view = _view(m)
+                view = _build_view(m)
             except ValueError as exc:
                 return local.Error(f"node list: {exc}")
             if m.replicas > view.wanted:
@@ -433,8 +437,8 @@ class Agent:
             self.launches.reset()
         map_file.remove(me.directory)
         here.detached = self.saver.succeeded = False
-        self._retention.attached()
-        self._good_end.attached()
+        self._retention.note_attach()
+        self._good_end.forget_end()
         mesh = Mesh(me, m.restart, hosts, self, self._complain, expected=expected, lost=m.lost)
         here.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
         if begun:
@@ -464,7 +468,7 @@ class Agent:
         if wanted is not None and (m.restart, m.nodelist, m.node) != (wanted.restart, wanted.nodelist, wanted.node):
             return
         try:
-            view = _view(m)
+            view = _build_view(m)
             known = set(view.hosts) if state.plan is None else set(state.plan.noderanks)
             if not known <= set(view.hosts) or len(known) < min(view.wanted, len(view.hosts)):
                 raise ValueError("its node lists differ")
@@ -477,18 +481,18 @@ class Agent:
         if not state.live:
             self._spawn(self._waker.call(incarnation))
 
-    def _left_out(self) -> None:
+    def _leave_job(self) -> None:
         """Detach and end the ranks here: the job goes on without this node."""
         here = self.membership
         here.detached = True
-        self._retention.ended(clock.monotonic())
+        self._retention.note_end(clock.monotonic())
         if here.incarnation is not None:
             here.incarnation.mesh.detector.watching = False
         map_file.remove(self.identity.directory)
         self.state.remove()
         self._spawn(self._fence.end_ranks())
 
-    def _epilog(self, m: local.Epilog) -> local.Message:
+    def _on_epilog(self, m: local.Epilog) -> local.Message:
         me, here = self.identity, self.membership
         if m.job != me.job:
             return local.Error(f"this is the agent of job {me.job}")
@@ -499,7 +503,7 @@ class Agent:
         if not here.detached:
             here.detached = True
             here.record_stop(clock.time())
-            self._retention.ended(clock.monotonic())
+            self._retention.note_end(clock.monotonic())
             # the controller decides about the job by whether the training had finished
             self.controller_link.register()
             if mesh is not None:
@@ -519,7 +523,7 @@ class Agent:
                 mesh.leave()
             self._retention.release("the job has ended without this node's help")
             return local.Ok("released", check=self._sick.suspects_this_node)
-        if self._good_end.ended(m.exit_code):
+        if self._good_end.free_if_succeeded(m.exit_code):
             return local.Ok("released", check=self._sick.suspects_this_node)
         if first:
             self.saver.on_detached(dead=dead)
@@ -548,22 +552,22 @@ class Agent:
 
     def on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
         """Handle the death of a peer, see `MeshListener`."""
-        if self.membership.incarnation is None or not self.deaths_matter(clock.monotonic()):
+        if self.membership.incarnation is None or not self.should_report_deaths(clock.monotonic()):
             return
         if not self.membership.detached:
             self.trainings.show_dead()
         self.membership.record_stop(clock.time(), host)
         if not known:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
-        self.rescue.died()
+        self.rescue.on_death()
         self.controller_link.report(host, witnesses)
-        self.spares.died()
+        self.spares.on_death()
 
     def on_nodes_lost(self, hosts: tuple[str, ...]) -> None:
         """Handle the view of a peer that goes on without these nodes."""
         self.spares.on_nodes_lost(hosts)
 
-    def _found_sick(self, host: str, why: str) -> None:
+    def _leave_sick_node(self, host: str, why: str) -> None:
         """Leave a node that is alive and does harm, if a spare replaces it."""
         why_not = self.spares.leave(host, "sick")
         self._log("sick", detail=f"{why}: {f'not left: {why_not}' if why_not else 'left'}")
@@ -571,15 +575,15 @@ class Agent:
     def _keep_wanted(self) -> None:
         self.saver.keep_all()
 
-    def _sealed(self, training: Training, number: int, stamp: Stamp) -> None:
-        self._cpu.sealed(training, stamp)
+    def _on_sealed(self, training: Training, number: int, stamp: Stamp) -> None:
+        self._cpu.record_seal(training, stamp)
         if stamp.epoch == self.membership.epoch:
             self.membership.record_seal(training.name)
         self.transfers.pulls.stop_overtaken(training.name, stamp)
-        self.spares.sealed()
-        if known := self._sick.known():  # perhaps found sick before a requeue
+        self.spares.leave_after_seal()
+        if known := self._sick.list_sick_nodes():  # perhaps found sick before a requeue
             self.spares.move(known)
-        self._predecessor.sealed(self.trainings)
+        self._predecessor.release_after_seal(self.trainings)
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
             self.saver.on_sealed(training, stamp)
@@ -588,13 +592,13 @@ class Agent:
 
     def inspect(self, request: int) -> inspect_schema.InspectPart:
         """Return this node's view of the job."""
-        return self._view.part(request)
+        return self._view.build_part(request)
 
-    def ends_in(self, left_s: int | None) -> None:
+    def on_ending(self, left_s: int | None) -> None:
         """Note that Slurm ends the job in so many seconds. None means that no time is set."""
         self.saver.record_time_left(left_s)
 
-    def leaving(self, hosts: Sequence[str], partition: str) -> None:
+    def on_draining(self, hosts: Sequence[str], partition: str) -> None:
         """Note that these nodes, or the partition, are being drained."""
         self.saver.on_draining(hosts, partition)
         if (incarnation := self.membership.incarnation) is not None and incarnation.view.spares:
@@ -613,13 +617,13 @@ class Agent:
         trained = [training for training in self.trainings if training.greeted]
         return all(training.succeeded for training in trained) if trained else None
 
-    def job_waits(self) -> None:
+    def on_job_pending(self) -> None:
         """Note that the job is pending."""
-        self._retention.job_waits()
+        self._retention.note_pending()
 
-    def deaths_matter(self, now: float) -> bool:
+    def should_report_deaths(self, now: float) -> bool:
         """Return whether a death may still be news for the controller."""
-        return not self.membership.detached or self._retention.just_ended(now)
+        return not self.membership.detached or self._retention.has_just_ended(now)
 
     # ---- the local socket ------------------------------------------------------------------------------
 
@@ -632,7 +636,7 @@ class Agent:
         answer = await found if isinstance(found, Awaitable) else found
         return answer if isinstance(answer, tuple) else (answer, [])
 
-    def _verdict(self, _: local.VerdictRequest) -> local.Verdict:
+    def _build_verdict(self, _: local.VerdictRequest) -> local.Verdict:
         incarnation = self.membership.incarnation
         if incarnation is None:
             return local.Verdict()
@@ -645,7 +649,7 @@ class Agent:
         return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun, spared, last)
 
 
-def _view(m: local.Attach) -> View:
+def _build_view(m: local.Attach) -> View:
     """Return an incarnation's nodes as a prolog, a peer or a predecessor has named them.
 
     A spare that the copies need does not count as a spare.

@@ -40,14 +40,14 @@ class GoodEnd:
         self._retention, self._finished = retention, finished
         self._doubted = False  # the training has succeeded here, but a peer is missed
 
-    def attached(self) -> None:
+    def forget_end(self) -> None:
         """Forget the end of an earlier incarnation."""
         self._doubted = False
 
-    def ended(self, exit_code: str) -> bool:
+    def free_if_succeeded(self, exit_code: str) -> bool:
         """Return whether all memory was freed at the epilog's message."""
         well = bool(self._finished()) and exit_code in ("", "0")
-        self._doubted = well and self._missed()
+        self._doubted = well and self._misses_peer()
         if not well or self._doubted:
             return False
         self._saver.succeeded = True
@@ -59,13 +59,13 @@ class GoodEnd:
         if not self._doubted or incarnation is None:
             return
         mesh = incarnation.mesh
-        if mesh.dead or not mesh.detector.watching or self._retention.barred():
+        if mesh.dead or not mesh.detector.watching or self._retention.explain_refusal():
             self._doubted = False  # a node that counts as dead was missed when the job ended, whatever follows
-        elif not self._missed():
+        elif not self._misses_peer():
             self._doubted = False
             self._free()
 
-    def _missed(self) -> bool:
+    def _misses_peer(self) -> bool:
         incarnation = self._membership.incarnation
         return incarnation is not None and bool(incarnation.mesh.dead or incarnation.mesh.list_silent())
 

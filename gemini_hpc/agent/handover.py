@@ -36,7 +36,7 @@ def give_copy(m: local.TakeOver, store: Store, barred: Callable[[], str], log: L
     return local.Copy(m.epoch, m.version, copy.bytes, copy.used, copy.digest), [fd]
 
 
-def ask(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> Memfd:
+def request_memory(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> Memfd:
     """Return the memory of a copy from the agent behind a socket (blocking). Its bytes are not checked.
 
     Args:
@@ -54,7 +54,7 @@ def ask(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> Memfd:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(_ANSWER_S)
         sock.connect(path)
-        _, owner, _ = _credentials(sock)
+        _, owner, _ = _read_credentials(sock)
         if owner != uid:
             raise ValueError(f"uid {owner} listens there")
         sock.send(local.encode(wanted))
@@ -73,7 +73,7 @@ def ask(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> Memfd:
             os.close(fd)
 
 
-def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+def _read_credentials(sock: socket.socket) -> tuple[int, int, int]:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, gid = (int.from_bytes(raw[at : at + 4], "little") for at in (0, 4, 8))
     return pid, uid, gid

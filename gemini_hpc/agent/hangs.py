@@ -91,12 +91,12 @@ class Hangs:
                 self._acted.discard(training.name)
         self._below = {key: said for key, said in self._below.items() if now - said[0] < _FRESH_S}
         for name in {training.name for training in self._trainings} | {name for name, _ in self._below}:
-            standing = self._standing(name, now)
+            standing = self._join_standings(name, now)
             if incarnation.leads:
                 judge = self._judges.setdefault(name, Judge(hang_s))
                 if judge.is_hung(standing) and standing is not None:
                     self._culprit(incarnation, standing)
-                    self._hung(incarnation, name, standing)
+                    self._on_hang(incarnation, name, standing)
                 continue
             quiet = standing is not None and standing.silent_s > _QUIET * hang_s
             if standing is not None and (quiet or name in self._loud) and incarnation.rounds.parent is not None:
@@ -116,7 +116,7 @@ class Hangs:
         for judge in self._judges.values():
             judge.begin_launch()
 
-    def _standing(self, name: str, now: float) -> HangStanding | None:
+    def _join_standings(self, name: str, now: float) -> HangStanding | None:
         """Return the joint standing of all ranks here, and below in the tree, that have reported."""
         said = [standing for (of, _), (_, standing) in self._below.items() if of == name]
         training = self._trainings.get(name)
@@ -136,13 +136,13 @@ class Hangs:
         if m.round != rounds.round or not incarnation.live or not self._trainings.may_have(m.training):
             return
         if isinstance(m, peer.HungDown) and host == rounds.parent:
-            self._hung(incarnation, m.training, m.standing)
+            self._on_hang(incarnation, m.training, m.standing)
         elif isinstance(m, peer.StandingUp) and host in rounds.children:
             self._enter(incarnation)
             if len(self._below) < _MOST_BELOW:
                 self._below[m.training, host] = self._now(), m.standing
 
-    def _hung(self, incarnation: Incarnation, name: str, standing: HangStanding) -> None:
+    def _on_hang(self, incarnation: Incarnation, name: str, standing: HangStanding) -> None:
         incarnation.send_down(peer.HungDown(incarnation.rounds.round, name, standing))
         training = self._trainings.get(name)
         if training is None or training.ranks.compute_silent_s(self._now()) < _QUIET * self.hang_s:
@@ -151,14 +151,14 @@ class Hangs:
         training.hung = f"{standing.least.host}: {describe_hang(standing)}{f'; its stack: {kept}' if kept else ''}"
         if standing.least.host == self._node and name not in self._acted:
             self._acted.add(name)
-            self._spawn(self._end(incarnation, training, standing))
+            self._spawn(self._end_rank(incarnation, training, standing))
 
     # ---- the rank that holds the others up -------------------------------------------------------------
 
-    async def _end(self, incarnation: Incarnation, training: Training, standing: HangStanding) -> None:
+    async def _end_rank(self, incarnation: Incarnation, training: Training, standing: HangStanding) -> None:
         rank, number = standing.least.rank, incarnation.rounds.round
         client = training.present.get(rank)
-        text = await self._stack(training, rank, client) if client is not None else ""
+        text = await self._request_stack(training, rank, client) if client is not None else ""
         what, stack = describe_hang(standing), "it gives no stack"
         if text:
             where = self._write_stack(training.name, text)
@@ -167,11 +167,11 @@ class Hangs:
         self._log("hung", version=standing.least.version, detail=f"{what}; {stack}")
         if incarnation.rounds.round != number or self._membership.training is not incarnation or not training.hung:
             return
-        launched = self._launches.hung(incarnation.rounds.step, rank, what)
+        launched = self._launches.record_hang(incarnation.rounds.step, rank, what)
         if not launched and client is not None and rank in training.restarts:
             client.signal(signal.SIGKILL)
 
-    async def _stack(self, training: Training, rank: int, client: LocalClient) -> str:
+    async def _request_stack(self, training: Training, rank: int, client: LocalClient) -> str:
         """Return the rank's Python stack, or "" if the rank does not answer."""
         number = training.ranks.find_signal(rank)
         if not number or not _catches(client.pid, number):

@@ -60,7 +60,7 @@ class InspectView:
         self._saver, self._stats, self._cpu, self._state = saver, stats, cpu, state
         self._rdma, self._live, self._kept_until = rdma, live, kept_until
 
-    def _training_name(self, training: Training) -> inspect_schema.TrainingState:
+    def _describe_training(self, training: Training) -> inspect_schema.TrainingState:
         sealed, pace = training.sealed, None
         state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
         rejected = self._rejections.list_sentences(training.name)
@@ -76,14 +76,14 @@ class InspectView:
             state="degraded" if trouble else state,
             ranks=tuple(sorted(training.greeted)),
             note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500], *rejected))),
-            traffic=self._stats.states(training.name, training.greeted),
+            traffic=self._stats.list_summaries(training.name, training.greeted),
             tier=self._saver.describe_saves(training.name),
             pace=pace,
             hung=training.hung[:500],
             live=self._live(training.name),
         )
 
-    def _held(self) -> Iterable[inspect_schema.HeldSlot]:
+    def _list_held_slots(self) -> Iterable[inspect_schema.HeldSlot]:
         for shard in self._store.list_all():
             for index, slot in enumerate(shard.pair.slots):
                 if shard.memory[index].fd < 0:
@@ -104,7 +104,7 @@ class InspectView:
                     blocks=shard.parity.blocks if shard.parity is not None else 1,
                 )
 
-    def part(self, request: int, record: inspect_schema.RecordAsk | None = None) -> inspect_schema.InspectPart:
+    def build_part(self, request: int, record: inspect_schema.RecordAsk | None = None) -> inspect_schema.InspectPart:
         """Return this node's view of the job and, on request, the record of one rank."""
         me, here, budget = self._identity, self._membership, self._store.budget
         incarnation = here.incarnation
@@ -131,13 +131,13 @@ class InspectView:
             port=me.port,
             memory_bytes=budget.taken_bytes,
             memory_cap_bytes=budget.cap_bytes,
-            trainings=tuple(self._training_name(t) for t in self._trainings),
-            held=tuple(self._held()),
+            trainings=tuple(self._describe_training(t) for t in self._trainings),
+            held=tuple(self._list_held_slots()),
             events=tuple(self._log.events[-_EVENTS:]),
             suspects=tuple(sorted(mesh.list_silent() - mesh.dead)) if mesh is not None else (),
             dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
             request=request,
-            record=None if record is None else self._stats.record(record),
+            record=None if record is None else self._stats.build_record(record),
             problem="; ".join(filter(None, (unwritten, self._saver.problem))),
             unprotected=trouble,
             kept_until=clock.time() + max(0.0, self._kept_until() - clock.monotonic()) if kept else 0.0,
@@ -147,6 +147,6 @@ class InspectView:
             taken=tuple(sorted(here.takeover.stamps.items())) if here.takeover is not None else (),
             not_taken=here.takeover.lost if here.takeover is not None else "",
             domains=plan.domains if plan is not None else None,
-            cpu=self._cpu.state(),
+            cpu=self._cpu.build_state(),
             rdma=self._rdma.state,
         )

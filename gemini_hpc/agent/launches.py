@@ -53,14 +53,14 @@ class Launches:
         self.is_left_out = False
         self._wake()
 
-    def left_out(self) -> None:
+    def note_left_out(self) -> None:
         """Note that the job goes on without this node: the end of its ranks matters no more."""
         self.is_left_out = True
         self._wake()
 
     # ---- launchers -------------------------------------------------------------------------------------
 
-    async def ask(self, m: local.LaunchRequest) -> local.LaunchState | local.Error:
+    async def answer(self, m: local.LaunchRequest) -> local.LaunchState | local.Error:
         """Take a launcher's report. Answer when there is news for the launcher, or when its time is over."""
         incarnation = self._membership.incarnation
         if self.is_left_out:
@@ -83,10 +83,10 @@ class Launches:
         self._learn(incarnation, m.step, known, "")
         with suppress(TimeoutError):
             async with asyncio.timeout(m.wait_s):
-                while not self._news(m):
-                    await self._change()
+                while not self._has_news(m):
+                    await self._wait_for_change()
         if self.is_left_out:
-            return await self.ask(m)
+            return await self.answer(m)
         known = self._steps.get(m.step, known)
         return local.LaunchState(
             known.attempt,
@@ -94,7 +94,7 @@ class Launches:
             known.before,
             known.why_over[:_REASON],
             known.last,
-            self._place(),
+            self._find_place(),
             known.done,
             check=self._check,
         )
@@ -113,7 +113,7 @@ class Launches:
         """Return whether launchers have started the ranks of this launch here."""
         return launch in self._watched or launch.rpartition("+")[0] in self._watched
 
-    def ended(self, step: str, end: End) -> None:
+    def record_end(self, step: str, end: End) -> None:
         """Record the end of a rank without a launcher."""
         incarnation = self._membership.incarnation
         if incarnation is None:
@@ -122,13 +122,13 @@ class Launches:
             self._log("rank_failed", detail=f"step {step}: {end.text}"[:_REASON])
         self._learn(incarnation, step, self._steps.get(step, Known()).add_end(0, end), "")
 
-    def _news(self, m: local.LaunchRequest) -> bool:
+    def _has_news(self, m: local.LaunchRequest) -> bool:
         known = self._steps.get(m.step)
         if self.is_left_out or known is None or known.over or (known.done and m.idle):
             return True
-        return known.attempt > m.attempt and (not self._spares or self._place() is not None)
+        return known.attempt > m.attempt and (not self._spares or self._find_place() is not None)
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait until the knowledge of steps changes, or the stage of the recovery round."""
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._changed.wait())]
         if self._membership.incarnation is not None:
@@ -144,7 +144,7 @@ class Launches:
         incarnation = self._membership.incarnation
         return incarnation is not None and incarnation.view.spares > 0
 
-    def _place(self) -> local.Place | None:
+    def _find_place(self) -> local.Place | None:
         here = self._membership
         if not self._spares or here.live is None:
             return None
@@ -152,7 +152,7 @@ class Launches:
         port = compute_master_port(self._job, here.restart)
         return local.Place(here.noderanks.get(self._node, -1), here.nodes, master, port)
 
-    def lost(self, hosts: Sequence[str], why: str = "lost") -> None:
+    def record_loss(self, hosts: Sequence[str], why: str = "lost") -> None:
         """Start the ranks of all other nodes again: the job goes on without these nodes.
 
         Each agent does so by itself.
@@ -164,7 +164,7 @@ class Launches:
             self._learn(incarnation, step, known.add_failure(known.attempt, end), "")
         self._wake()
 
-    def hung(self, launch: str, rank: int, what: str) -> bool:
+    def record_hang(self, launch: str, rank: int, what: str) -> bool:
         """Begin the next attempt because a rank of this node hangs.
 
         Return whether launchers started the step here.
@@ -193,7 +193,7 @@ class Launches:
         """Resend all steps to a peer with a new link, which may have missed them."""
         if host == incarnation.rounds.parent or host in incarnation.rounds.children:
             for step, known in self._steps.items():
-                incarnation.send(host, _message(step, known))
+                incarnation.send(host, _build_message(step, known))
 
     def _learn(self, incarnation: Incarnation, step: str, known: Known, source: str) -> None:
         before = self._steps.get(step, Known())
@@ -211,7 +211,7 @@ class Launches:
             self._log("relaunch" if not known.over else "not_relaunched", detail=f"step {step}: {what}"[:_REASON])
         for host in (incarnation.rounds.parent, *incarnation.rounds.children):
             if host is not None and host != source:
-                incarnation.send(host, _message(step, known))
+                incarnation.send(host, _build_message(step, known))
         self._wake()
 
     def _wake(self) -> None:
@@ -219,6 +219,6 @@ class Launches:
         self._changed = asyncio.Event()
 
 
-def _message(step: str, known: Known) -> peer.Launch:
+def _build_message(step: str, known: Known) -> peer.Launch:
     reason, ends = known.reason[:_REASON], (known.first, known.before, known.last)
     return peer.Launch(step, known.attempt, reason, known.over, known.done, *ends, known.given_up)

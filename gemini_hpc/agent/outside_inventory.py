@@ -28,24 +28,28 @@ MAX_HOSTS = 1024
 class HolderSource(Protocol):
     """The controller, if there is one, as a source of agents' places."""
 
-    async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
+    async def find_holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
         """Return the hosts, with ports, where agents of a job are or have been. Port 0 means any of its ports."""
 
 
-async def inventories(
+async def gather_inventories(
     identity: AgentIdentity, incarnation: Incarnation, controller: HolderSource, former: Iterable[str]
 ) -> tuple[peer.InventoryRecord, ...]:
     """Return the inventories of agents outside the allocation.
 
     These agents are on hosts of the former map, and on hosts known to the controller.
     """
-    ports = await controller.holders(min(MAX_ASK_S, ASK_PART * identity.settings.attach_timeout_s))
+    ports = await controller.find_holders(min(MAX_ASK_S, ASK_PART * identity.settings.attach_timeout_s))
     hosts = [h for h in dict.fromkeys([*former, *ports]) if h not in incarnation.hosts][:MAX_HOSTS]
-    found = await asyncio.gather(*(_ask(identity, incarnation.mesh, host, ports.get(host)) for host in hosts))
+    found = await asyncio.gather(
+        *(_request_inventory(identity, incarnation.mesh, host, ports.get(host)) for host in hosts)
+    )
     return tuple(record for record in found if record is not None)
 
 
-async def _ask(identity: AgentIdentity, mesh: Mesh, host: str, known: int | None) -> peer.InventoryRecord | None:
+async def _request_inventory(
+    identity: AgentIdentity, mesh: Mesh, host: str, known: int | None
+) -> peer.InventoryRecord | None:
     settings = identity.settings
     ports = [known] if known else list_candidates(settings, identity.job)
     try:

@@ -50,7 +50,7 @@ class OwnDirectory:
         if not _lock(fd):
             os.close(fd)
             return False
-        self._fd, self._mount = fd, _mount(fd)
+        self._fd, self._mount = fd, _find_mount(fd)
         return True
 
     def check_directory(self) -> Found:
@@ -87,7 +87,7 @@ class OwnDirectory:
         Raises:
             OSError: The mounts cannot be read.
         """
-        number = _mount(fd)
+        number = _find_mount(fd)
         if number < 0:  # Linux before 5.14 hides the /proc data of a process closed to its owner even from itself
             real = os.path.join(os.path.realpath(os.path.dirname(self.path)), os.path.basename(self.path))
             over = [mount for mount in mounts.list_mounts() if mount.point == real]
@@ -116,7 +116,7 @@ class OwnDirectory:
             os.close(there)
             return False
         before, self._fd = self._fd, there
-        mount, self._mount = self._mount, _mount(there)
+        mount, self._mount = self._mount, _find_mount(there)
         with os.scandir(before) as entries:
             names = [entry.name for entry, _ in zip(entries, range(_FILES_MAX), strict=False)]
         for name in names:
@@ -134,7 +134,7 @@ class OwnDirectory:
                 spawn.redirect_output(f"{self.path}/{spawn.LOG_NAME}")
 
 
-def _mount(fd: int) -> int:
+def _find_mount(fd: int) -> int:
     try:
         return mounts.read_mount_number(fd)
     except OSError:

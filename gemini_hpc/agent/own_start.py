@@ -40,7 +40,7 @@ class StartError(Exception):
 
 def main(argv: list[str] | None = None) -> int:
     """Start the agent, attend it to the job's end, and return the exit status."""
-    args = _arguments(argv)
+    args = _parse_arguments(argv)
     for number in _IGNORED:  # `scancel --signal` and `sbatch --signal` reach every step of a job
         signal.signal(number, signal.SIG_IGN)
     reader, writer = os.pipe()
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         code = _wait(reader, process)
         _end(args, process, code)
     except (StartError, ask_agent.ListenerError) as exc:
-        _report_node(args.node, FAILED, f"{exc}{_last_words(args.directory)}")
+        _report_node(args.node, FAILED, f"{exc}{_read_last_line(args.directory)}")
         return 1
     finally:
         with suppress(ProcessLookupError):
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gemini_hpc.agent.own_start", description="A job's own agent on a node.")
     parser.add_argument("--job", type=int, required=True, help="raw Slurm job id")
     parser.add_argument("--restart", type=int, required=True, help="restart count of the job")
@@ -200,7 +200,7 @@ def _end(args: argparse.Namespace, process: int, code: str) -> None:
     select.select([process], [], [], build_own_settings().tier_flush_s + GRACE_S)
 
 
-def _last_words(directory: str) -> str:
+def _read_last_line(directory: str) -> str:
     """Return the last line of the agent's log."""
     try:
         with open(f"{directory}/{spawn.LOG_NAME}", encoding="utf-8", errors="replace") as log:

@@ -125,7 +125,7 @@ class PeerServer:
             return "not yours"
         if hello.heir:  # another job of the owner may read copies that are kept for no other use
             known = hello.purpose in ("inventory", "pull", "taken") and hello.heir != me.job
-            return self._retention.barred() if known else "not a peer"
+            return self._retention.explain_refusal() if known else "not a peer"
         if hello.purpose in ("inventory", "pull") and hello.restart > here.restart and here.detached:
             return ""  # a newer incarnation that went on elsewhere may read the copies kept here
         if hello.purpose == "wake" and self._waker.admits(hello.restart):
@@ -160,7 +160,7 @@ class PeerServer:
             await self._spares.answer(link)
         elif purpose == "taken":
             async with asyncio.timeout(_ANSWER_S):
-                if isinstance(await link.receive(), peer.TakenOver) and not self._retention.barred():
+                if isinstance(await link.receive(), peer.TakenOver) and not self._retention.explain_refusal():
                     reason = f"job {link.session.peer_heir} has taken it over"
                     self._retention.leave(clock.monotonic(), reason, save=False)
         elif purpose == "inventory":
@@ -171,7 +171,7 @@ class PeerServer:
             async with asyncio.timeout(_ANSWER_S):
                 message = await link.receive()
                 if isinstance(message, inspect_schema.InspectAsk):
-                    await link.flush(self._view.part(message.request, message.record))
+                    await link.flush(self._view.build_part(message.request, message.record))
 
     def _find(self, ask: peer.PullAsk) -> tuple[Copy, Any] | bool:
         find = self._store.find_parity if ask.parity else self._store.find

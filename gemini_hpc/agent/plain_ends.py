@@ -27,7 +27,7 @@ class PlainEnds:
         """Record a rank that begins to train here."""
         self._ranks[client] = step, rank, OutOfMemory(client.pid)
 
-    def raised(self, client: LocalClient, words: str, version: int) -> None:
+    def record_exception(self, client: LocalClient, words: str, version: int) -> None:
         """Record the exception that a rank reports as its end.
 
         Args:
@@ -41,7 +41,7 @@ class PlainEnds:
         key, text = f"{words} at step {version}", f"rank {rank} ended with {words}"
         self._report_end(step, End(text, Cause.RAISED, rank, 1, self._node, key, t=clock.time()))
 
-    def gone(self, client: LocalClient, *, success: bool) -> None:
+    def on_disconnect(self, client: LocalClient, *, success: bool) -> None:
         """Find out what became of a rank whose connection has ended."""
         if client not in self._ranks:
             return
@@ -53,4 +53,4 @@ class PlainEnds:
 
     def _report_end(self, step: str, end: End) -> None:
         if not self._launches.watches(step):
-            self._launches.ended(step, end)
+            self._launches.record_end(step, end)

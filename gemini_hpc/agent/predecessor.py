@@ -40,7 +40,7 @@ STILL_RUNS = "still runs"
 class HolderDirectory(Protocol):
     """The controller, if there is one, as a source of agents' places."""
 
-    async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
+    async def find_holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
         """Return the hosts, with ports, where agents of a job are or have been. Port 0 means any of its ports."""
 
 
@@ -82,12 +82,12 @@ class Predecessor:
         me = self._identity
         path = f"{me.settings.run_dir}/{job}/agent.sock"
         with suppress(OSError, ValueError):
-            return await asyncio.to_thread(handover.ask, path, me.uid, copy, stamp, me.job)
+            return await asyncio.to_thread(handover.request_memory, path, me.uid, copy, stamp, me.job)
         return None
 
     # ---- asking ----------------------------------------------------------------------------------------
 
-    async def left(self) -> PredecessorState:
+    async def gather_state(self) -> PredecessorState:
         """Return the copies of the predecessor's agents, and the reason for missing ones.
 
         The agents are on this job's nodes, and on nodes named by the controller or by one of these agents.
@@ -99,30 +99,32 @@ class Predecessor:
         deadline = clock.monotonic() + within_s
         here = self._membership.hosts[:MAX_HOSTS]
         named, first = await asyncio.gather(
-            self._controller.holders(within_s, job), self._ask_all(job, dict.fromkeys(here, 0), deadline)
+            self._controller.find_holders(within_s, job), self._ask_agents(job, dict.fromkeys(here, 0), deadline)
         )
         more = {host: named.get(host, 0) for record in first[0] for host in sorted(record.noderanks or {})}
         more = {host: port for host, port in {**named, **more}.items() if host not in here}
-        second = await self._ask_all(job, dict(list(more.items())[:MAX_HOSTS]), deadline)
+        second = await self._ask_agents(job, dict(list(more.items())[:MAX_HOSTS]), deadline)
         records, failures = (*first[0], *second[0]), first[1] | second[1]
         return PredecessorState(
-            job, records, why="" if any(r.copies for r in records) else _why(job, [*here, *more], failures)
+            job,
+            records,
+            why="" if any(r.copies for r in records) else _explain_missing(job, [*here, *more], failures),
         )
 
-    async def _ask_all(
+    async def _ask_agents(
         self, job: int, ports: dict[str, int], deadline: float
     ) -> tuple[tuple[peer.InventoryRecord, ...], dict[str, str]]:
-        found = await asyncio.gather(*(self._ask(job, host, port, deadline) for host, port in ports.items()))
+        found = await asyncio.gather(*(self._ask_agent(job, host, port, deadline) for host, port in ports.items()))
         records = tuple(f for f in found if not isinstance(f, str))
         return records, {h: f for h, f in zip(ports, found, strict=True) if isinstance(f, str) and f}
 
-    async def _ask(self, job: int, host: str, port: int, deadline: float) -> peer.InventoryRecord | str:
+    async def _ask_agent(self, job: int, host: str, port: int, deadline: float) -> peer.InventoryRecord | str:
         """Return an agent's inventory, or the reason for its absence. The reason is "" if no agent is there."""
         while True:
             try:
                 async with self._gate:
                     link = await self._dial(job, host, port, "inventory")
-                    return await _inventory(link, host)
+                    return await _request_inventory(link, host)
             except (HandshakeError, LinkClosed, TimeoutError) as exc:
                 if STILL_RUNS not in str(exc) or clock.monotonic() > deadline:
                     return str(exc).removeprefix("refused: ") or "no answer"
@@ -139,12 +141,12 @@ class Predecessor:
 
     # ---- telling ---------------------------------------------------------------------------------------
 
-    def taking(self, plan: peer.PlanDown) -> None:
+    def note_plan(self, plan: peer.PlanDown) -> None:
         """Note a plan that this agent has taken."""
         if plan.takeover is not None:
             self._owed = plan.takeover if plan.takeover.stamps else None
 
-    def sealed(self, trainings: Iterable[Training]) -> None:
+    def release_after_seal(self, trainings: Iterable[Training]) -> None:
         """Release the predecessor's memory if the last seal has made it needless.
 
         The memory is needless once all that was taken over is sealed, and a newer version of this job as well. (A job
@@ -177,7 +179,7 @@ class Predecessor:
                 return
 
 
-async def _inventory(link: Link, host: str) -> peer.InventoryRecord | str:
+async def _request_inventory(link: Link, host: str) -> peer.InventoryRecord | str:
     try:
         message: Message = peer.Collect(0, "")
         async with asyncio.timeout(ANSWER_S):
@@ -190,7 +192,7 @@ async def _inventory(link: Link, host: str) -> peer.InventoryRecord | str:
     return "its answer is not an inventory"
 
 
-def _why(job: int, hosts: list[str], failures: dict[str, str]) -> str:
+def _explain_missing(job: int, hosts: list[str], failures: dict[str, str]) -> str:
     shown = ", ".join(f"{host}: {why}" for host, why in list(failures.items())[:_SHOWN])
     where = ", ".join(hosts[:_SHOWN]) + (f" and {len(hosts) - _SHOWN} more nodes" if len(hosts) > _SHOWN else "")
     return shown or f"nobody keeps anything of a job {job} of yours on {where}"

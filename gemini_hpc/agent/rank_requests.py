@@ -68,43 +68,43 @@ class RankRequests:
             local.Register: self._register,
             local.BeginVersion: self._on_begin,
             local.Fill: self._fill,
-            local.Filled: self._filled,
-            local.Landed: self._landed,
+            local.Filled: self._on_filled,
+            local.Landed: self._on_landed,
             local.Abort: self._abort,
             local.Fetch: self._fetch,
             local.OpenPush: self._open_push,
             local.OpenRescue: self._open_rescue,
             local.Event: self._log_event,
-            local.Finished: self._finished,
+            local.Finished: self._on_finished,
             local.Reject: self._reject,
             local.KeepVersion: self._keep,
-            local.LiveOn: self._live_on,
-            local.OutlineWritten: self._outline_written,
-            local.Unfilled: self._unfilled,
+            local.LiveOn: self._record_live_nodes,
+            local.OutlineWritten: self._on_outline_written,
+            local.Unfilled: self._on_unfilled,
             **dict.fromkeys((local.Traffic, local.Timeline, local.CacheBytes, local.FetchCached), self._on_stats),
         }
 
     # ---- bookkeeping -----------------------------------------------------------------------------------
 
-    def gone(self, client: LocalClient) -> None:
+    def on_disconnect(self, client: LocalClient) -> None:
         """Handle the end of a connection: void the slots that the process was filling."""
-        self._void(client)
+        self._empty_filling(client)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         self._outgoing.stop_channels(client)
-        self._rescue.gone(client)
+        self._rescue.on_disconnect(client)
         if writing := replica_fills.on_disconnect(client, list(self._store)):
             self._spawn(replica_fills.wait_for_end(client, writing))
-        training, rank = self._sessions.rank_of(client)
-        self._ends.gone(client, success=training is not None and rank in training.finished)
-        self._sessions.gone(client)
+        training, rank = self._sessions.find_rank(client)
+        self._ends.on_disconnect(client, success=training is not None and rank in training.finished)
+        self._sessions.on_disconnect(client)
 
     def drop_all(self) -> None:
         """Drop all sessions: in a new round all processes must say hello again."""
         self._sessions.drop_all()
         self._fills.clear()
 
-    def _shard(self, client: LocalClient, name: str, rank: int) -> tuple[Training, Shard]:
-        training = self._sessions.training(client, name)
+    def _require_shard(self, client: LocalClient, name: str, rank: int) -> tuple[Training, Shard]:
+        training = self._sessions.require_training(client, name)
         shard = self._store.get(name, rank)
         if shard is None:
             raise RequestRejected(f"shard of rank {rank} is not registered here")
@@ -120,7 +120,7 @@ class RankRequests:
             Rejected: The client may not write this shard.
         """
         here, shards = self._membership, self._store.shards
-        training, n = self._sessions.training(client, m.training), here.nodes
+        training, n = self._sessions.require_training(client, m.training), here.nodes
         mine = here.noderanks[self._node]
         if m.world != training.world or m.rank >= m.world or m.home >= n:
             raise RequestRejected(f"impossible shard: rank {m.rank} of {m.world}, home {m.home}")
@@ -139,7 +139,7 @@ class RankRequests:
         """Answer one request of a training rank, and close the descriptors."""
         try:
             if isinstance(request, local.Hello):
-                return await self._hello(client, request, fds)
+                return await self._on_hello(client, request, fds)
             if isinstance(request, local.HandBack):
                 return await self._hand_back(client, request, fds)
             if (handle := self._handlers.get(type(request))) is not None:
@@ -152,21 +152,21 @@ class RankRequests:
                 os.close(fd)
         return local.Error("not a request of a training rank"), []
 
-    async def _hello(self, client: LocalClient, m: local.Hello, fds: list[int]) -> Reply:
-        welcome = await self._sessions.hello(client, m, fds)
+    async def _on_hello(self, client: LocalClient, m: local.Hello, fds: list[int]) -> Reply:
+        welcome = await self._sessions.admit_rank(client, m, fds)
         self._ends.record_rank(client, m.step, m.rank)
         return welcome
 
-    def _finished(self, client: LocalClient, m: local.Finished) -> Reply:
-        self._sessions.own(client, m)
-        training = self._sessions.training(client, m.training)
+    def _on_finished(self, client: LocalClient, m: local.Finished) -> Reply:
+        self._sessions.check_rank(client, m)
+        training = self._sessions.require_training(client, m.training)
         training.finished.add(m.rank)
-        self._closed.close(training, self._sessions.series(client), m.version)
+        self._closed.close(training, self._sessions.find_series(client), m.version)
         return local.Ok(), []
 
     def _reject(self, client: LocalClient, m: local.Reject) -> Reply:
-        self._sessions.own(client, m)
-        training = self._sessions.training(client, m.training)
+        self._sessions.check_rank(client, m)
+        training = self._sessions.require_training(client, m.training)
         if training.chosen is None or training.chosen.version != m.version:
             raise RequestRejected(f"the ranks have not loaded version {m.version}")
         if why := self._rejections.reject(training, self._membership.epoch, m.reason, fresh=m.fresh):
@@ -174,19 +174,19 @@ class RankRequests:
         return local.Ok(), []
 
     def _keep(self, client: LocalClient, m: local.KeepVersion) -> Reply:
-        self._sessions.own(client, m)
+        self._sessions.check_rank(client, m)
         if why := self._keeps.ask(Wish(m.training, m.name, m.version)):
             raise RequestRejected(why)
         return local.Ok(), []
 
-    def _live_on(self, client: LocalClient, m: local.LiveOn) -> Reply:
-        self._sessions.own(client, m)
+    def _record_live_nodes(self, client: LocalClient, m: local.LiveOn) -> Reply:
+        self._sessions.check_rank(client, m)
         self._outlines.record_live_nodes(m.training, m.rank, m.nodes)
         return local.Ok(), []
 
-    def _outline_written(self, client: LocalClient, m: local.OutlineWritten) -> Reply:
-        self._sessions.own(client, m)
-        _, shard = self._shard(client, m.training, m.rank)
+    def _on_outline_written(self, client: LocalClient, m: local.OutlineWritten) -> Reply:
+        self._sessions.check_rank(client, m)
+        _, shard = self._require_shard(client, m.training, m.rank)
         # the message comes later than the write, perhaps when the slot is complete
         stamp = Stamp(self._membership.epoch, m.version)
         if not shard.pushed and m.slot in (0, 1) and shard.pair.slots[m.slot].stamp == stamp:
@@ -194,20 +194,20 @@ class RankRequests:
         return local.Ok(), []
 
     def _open_rescue(self, client: LocalClient, m: local.OpenRescue) -> Reply:
-        self._sessions.own(client, m)
+        self._sessions.check_rank(client, m)
         return local.Ok(), [self._rescue.open(client, m.training, m.rank)]
 
     def _log_event(self, client: LocalClient, m: local.Event) -> Reply:
         self._on_event(client, m)
         if self._events.take_tokens():
-            self._log.log(_plain(m.name, 40), version=m.version, detail=m.detail[:300], t=m.t)
+            self._log.log(_clean_text(m.name, 40), version=m.version, detail=m.detail[:300], t=m.t)
         else:
             self._log.log_rate_limited(f"process {client.pid} sends more events than the log keeps")
         return local.Ok(), []
 
     def _on_event(self, client: LocalClient, m: local.Event) -> None:
         """Handle an event of a rank. A rank's report of lost protection is believed and shown to all users."""
-        training, rank = self._sessions.rank_of(client)
+        training, rank = self._sessions.find_rank(client)
         if training is None or training.present.get(rank) is not client:
             return
         if m.name == "skipped":  # skipped versions are steps, too
@@ -218,15 +218,15 @@ class RankRequests:
                 if keeper is client and shard is not None and not shard.pushed:
                     self._filling.pass_over(shard, m.version)
         elif m.name == "raised":
-            self._ends.raised(client, _plain(m.detail, 200), m.version)
+            self._ends.record_exception(client, _clean_text(m.detail, 200), m.version)
         elif m.name == "degraded":
             training.record_trouble(f"rank {rank}: {m.detail[:300]}")
         elif m.name == "unprotected":  # an unprotected rank reports no more steps
             training.pace.reset()
             training.left[rank] = m.detail[:300]
-            self._void(client)
+            self._empty_filling(client)
 
-    def _void(self, client: LocalClient) -> None:
+    def _empty_filling(self, client: LocalClient) -> None:
         """Void all slots that this process was filling."""
         for (name, rank, index), filler in list(self._fills.items()):
             if filler is client:
@@ -240,7 +240,7 @@ class RankRequests:
         self, client: LocalClient, m: local.Traffic | local.Timeline | local.CacheBytes | local.FetchCached
     ) -> Reply:
         """Store or return statistics of a rank. Only the rank itself may send them."""
-        self._sessions.own(client, m)
+        self._sessions.check_rank(client, m)
         stats = self._stats
         if isinstance(m, local.FetchCached):
             return local.CachedBytes(stats.recall(m.training, m.rank, m.key)), []
@@ -249,9 +249,9 @@ class RankRequests:
         elif isinstance(m, local.Traffic):
             training = self._trainings.get(m.training)
             sealed = training.sealed if training is not None else None
-            stats.traffic(m.training, m.rank, m.state, saved=sealed.version if sealed is not None else 0)
+            stats.store_traffic(m.training, m.rank, m.state, saved=sealed.version if sealed is not None else 0)
         else:
-            stats.timeline(m.training, m.rank, m.timeline)
+            stats.store_timeline(m.training, m.rank, m.timeline)
         return local.Ok(), []
 
     async def _register(self, client: LocalClient, m: local.Register) -> Reply:
@@ -324,7 +324,7 @@ class RankRequests:
         return local.Slots(shard.bytes), []
 
     def _on_begin(self, client: LocalClient, m: local.BeginVersion) -> Reply:
-        training, shard = self._shard(client, m.training, m.rank)
+        training, shard = self._require_shard(client, m.training, m.rank)
         if shard.registered_round != self._membership.round or training.sealing is None:
             raise RequestRejected(f"shard of rank {m.rank} is not registered in this round")
         if self._keepers.get((m.training, m.rank)) is not client:
@@ -332,7 +332,7 @@ class RankRequests:
         if shard.pushed:
             raise RequestRejected(f"the agent of its home node fills the shard of rank {m.rank}")
         training.pace.record_version(m.version)
-        _, rank = self._sessions.rank_of(client)
+        _, rank = self._sessions.find_rank(client)
         if training.present.get(rank) is client and rank in training.left:
             return local.Refused(f"rank {rank} has given up its protection"), []
         try:
@@ -347,7 +347,7 @@ class RankRequests:
         return local.Begun(index, note), []
 
     def _fill(self, client: LocalClient, m: local.Fill) -> Reply:
-        training, shard = self._shard(client, m.training, m.rank)
+        training, shard = self._require_shard(client, m.training, m.rank)
         if shard.registered_round != self._membership.round or not shard.pushed:
             raise RequestRejected(f"shard of rank {m.rank} is not pushed here in this round")
         if self._keepers.get((m.training, m.rank)) is not client:
@@ -361,8 +361,8 @@ class RankRequests:
         except Refused as exc:
             return local.Refused(exc.reason), []
 
-    def _filled(self, client: LocalClient, m: local.Filled) -> Reply:
-        _, shard = self._shard(client, m.training, m.rank)
+    def _on_filled(self, client: LocalClient, m: local.Filled) -> Reply:
+        _, shard = self._require_shard(client, m.training, m.rank)
         if reason := ranges.find_fault(m.present, shard.bytes):
             replica_fills.end(client, shard, m.version, ())
             raise RequestRejected(reason)
@@ -370,8 +370,8 @@ class RankRequests:
             raise RequestRejected(f"version {m.version} of rank {m.rank} is not being filled by this process")
         return local.Ok(), []
 
-    def _unfilled(self, client: LocalClient, m: local.Unfilled) -> Reply:
-        self._sessions.own(client, m)
+    def _on_unfilled(self, client: LocalClient, m: local.Unfilled) -> Reply:
+        self._sessions.check_rank(client, m)
         self._leave_out(client, m.version)
         return local.Ok(), []
 
@@ -382,8 +382,10 @@ class RankRequests:
             if keeper is client and shard is not None and shard.pushed:
                 shard.unfilled = max(shard.unfilled, version)
 
-    def _being_filled(self, client: LocalClient, name: str, rank: int, index: int, version: int) -> Shard | None:
-        _, shard = self._shard(client, name, rank)
+    def _find_filling_shard(
+        self, client: LocalClient, name: str, rank: int, index: int, version: int
+    ) -> Shard | None:
+        _, shard = self._require_shard(client, name, rank)
         if index not in (0, 1) or self._fills.get((name, rank, index)) is not client:
             return None
         slot = shard.pair.slots[index]
@@ -391,8 +393,8 @@ class RankRequests:
             return None
         return shard
 
-    def _landed(self, client: LocalClient, m: local.Landed) -> Reply:
-        shard = self._being_filled(client, m.training, m.rank, m.slot, m.version)
+    def _on_landed(self, client: LocalClient, m: local.Landed) -> Reply:
+        shard = self._find_filling_shard(client, m.training, m.rank, m.slot, m.version)
         if shard is None:
             return local.Error(f"slot {m.slot} of rank {m.rank} is not being filled with version {m.version}"), []
         if not 0 < m.used <= shard.bytes:
@@ -410,7 +412,7 @@ class RankRequests:
 
     def _open_push(self, client: LocalClient, m: local.OpenPush) -> Reply:
         here = self._membership
-        _, shard = self._shard(client, m.training, m.rank)
+        _, shard = self._require_shard(client, m.training, m.rank)
         mine = here.noderanks[self._node]
         if self._keepers.get((m.training, m.rank)) is not client or shard.pushed:
             raise RequestRejected(f"shard of rank {m.rank} is not filled by this process")
@@ -420,14 +422,14 @@ class RankRequests:
         return local.Ok(), self._outgoing.open(client, shard, host)
 
     def _abort(self, client: LocalClient, m: local.Abort) -> Reply:
-        shard = self._being_filled(client, m.training, m.rank, m.slot, m.version)
+        shard = self._find_filling_shard(client, m.training, m.rank, m.slot, m.version)
         if shard is not None:
             del self._fills[m.training, m.rank, m.slot]
             self._filling.empty_slot(shard, m.slot)
         return local.Ok(), []
 
     async def _fetch(self, client: LocalClient, m: local.Fetch) -> Reply:
-        training = self._sessions.training(client, m.training)
+        training = self._sessions.require_training(client, m.training)
         copy = training.chosen_copies.get(m.rank)
         if copy is None:
             raise RequestRejected(f"shard {m.rank} is not part of the chosen version")
@@ -488,5 +490,5 @@ class RankRequests:
         return local.Ok(), []
 
 
-def _plain(text: str, limit: int) -> str:
+def _clean_text(text: str, limit: int) -> str:
     return "".join(c for c in text[:limit] if c.isascii() and (c.isalnum() or c in "_-")) or "unnamed"

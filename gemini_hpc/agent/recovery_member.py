@@ -157,7 +157,7 @@ class RecoveryMember:
         incarnation = self._membership.incarnation
         if incarnation is None:
             return ()
-        return await outside_inventory.inventories(self._identity, incarnation, self._controller, former)
+        return await outside_inventory.gather_inventories(self._identity, incarnation, self._controller, former)
 
     @property
     def after(self) -> int:
@@ -166,7 +166,7 @@ class RecoveryMember:
 
     async def gather_predecessor_state(self) -> PredecessorState:
         """Return the copies of the predecessor's agents, as far as they can be reached."""
-        return await self._predecessor.left()
+        return await self._predecessor.gather_state()
 
     @property
     def tier(self) -> bool:
@@ -232,7 +232,7 @@ class RecoveryMember:
             if mine in here.redundancy.list_holders(shard.home % n):
                 shard.resumed_round = plan.round
         self._store_plan(plan, live=False)
-        self._predecessor.taking(plan)
+        self._predecessor.note_plan(plan)
         self._transfers.pulls.start([o for o in plan.pulls if o.dest == self._identity.node])
 
     def _require_incarnation(self) -> Incarnation:
@@ -308,7 +308,7 @@ class RecoveryMember:
 
     def tend(self) -> None:
         """Repeat a failed write of the state. Called now and then."""
-        if self._state.problem and self._state.again():
+        if self._state.problem and self._state.write_again():
             self.log("written", detail="the state of the recovery round can be written again")
 
     def succeed(self, incarnation: Incarnation, state: restart_state.State) -> None:

@@ -109,7 +109,7 @@ class Rescue:
         self._channels[name][rank] = RescueChannel(client, rank, mine)
         return theirs.detach()
 
-    def gone(self, client: LocalClient) -> None:
+    def on_disconnect(self, client: LocalClient) -> None:
         """Close the channels of a rank whose connection has ended."""
         for of_training in self._channels.values():
             for rank, channel in list(of_training.items()):
@@ -117,11 +117,11 @@ class Rescue:
                     del of_training[rank]
                     channel.close()
 
-    def live(self, name: str) -> tuple[int, ...]:
+    def list_live_ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose shards could be copied here."""
         return self._outlines.list_ranks(name) if self._channels.get(name) else ()
 
-    def out_of_reach(self, dead: Collection[str]) -> bool:
+    def are_sole_holders(self, dead: Collection[str]) -> bool:
         """Return whether these nodes alone have some sealed state.
 
         No other node then holds a copy, or has live ranks with the same state.
@@ -131,7 +131,7 @@ class Rescue:
         gone = {rank for host, rank in here.noderanks.items() if host in lost}
         if not gone or here.redundancy.can_survive(gone):
             return False
-        return any(training.sealed and not self.live(training.name) for training in self._trainings)
+        return any(training.sealed and not self.list_live_ranks(training.name) for training in self._trainings)
 
     # ---- deaths ----------------------------------------------------------------------------------------
 
@@ -146,13 +146,13 @@ class Rescue:
             async with asyncio.timeout(LIMIT_S):
                 await self._idle.wait()
 
-    def _orphans(self) -> list[Key]:
+    def _list_orphans(self) -> list[Key]:
         incarnation = self._membership.training
         if incarnation is None or incarnation.live is False:
             return []
         return [key for key in self._outlines.list_orphans(incarnation.mesh.dead) if self._channels.get(key[0])]
 
-    def _concerned(self) -> list[str]:
+    def _list_affected_trainings(self) -> list[str]:
         """Return the trainings with ranks here of which some shards have no living holder."""
         here, incarnation = self._membership, self._membership.training
         if incarnation is None or incarnation.live is False:
@@ -162,9 +162,9 @@ class Rescue:
             return []
         return sorted(name for name, channels in self._channels.items() if channels)
 
-    def died(self) -> None:
+    def on_death(self) -> None:
         """Begin a rescue, if needed: a peer counts as dead."""
-        if not self._concerned():
+        if not self._list_affected_trainings():
             return
         if self.busy:
             self._again = True
@@ -179,8 +179,8 @@ class Rescue:
                 await asyncio.sleep(_TOGETHER_S)
                 while True:
                     self._again = False
-                    for name in self._concerned():
-                        await self._of_set(name)
+                    for name in self._list_affected_trainings():
+                        await self._rescue_training(name)
                     if not self._again:
                         break
         except TimeoutError:
@@ -189,7 +189,7 @@ class Rescue:
             self._idle.set()
             self._tell()
 
-    async def _of_set(self, name: str) -> None:
+    async def _rescue_training(self, name: str) -> None:
         """Hold a training's ranks on this node, copy lost shards, complete the ranks' own, and let them go on."""
         channels = list(self._channels.get(name, {}).values())
         try:
@@ -200,14 +200,16 @@ class Rescue:
                 return
             able = [channel for channel in channels if standing.get(channel) == version]
             stamp = Stamp(epoch, version)
-            orphans = [key for key in self._orphans() if key[0] == name]
-            await self._shared_out(able, orphans, stamp, "whose holders are dead")
-            at_work = set(await asyncio.gather(*(self._at_work(channel) for channel in able)))
+            orphans = [key for key in self._list_orphans() if key[0] == name]
+            await self._copy_in_parallel(able, orphans, stamp, "whose holders are dead")
+            at_work = set(await asyncio.gather(*(self._wait_for_own_slot(channel) for channel in able)))
             if (incarnation := self._membership.training) is not None:
                 dead = set(incarnation.mesh.dead)
                 await self._forsake(dead)
                 lacking = [key for key in self._outlines.list_lacking(dead, stamp) if key[0] == name]
-                await self._shared_out(able, [k for k in lacking if k[1] not in at_work], stamp, "not complete here")
+                await self._copy_in_parallel(
+                    able, [k for k in lacking if k[1] not in at_work], stamp, "not complete here"
+                )
         finally:
             for channel in channels:
                 await asyncio.to_thread(channel.send_message, local.GoOn())
@@ -226,7 +228,7 @@ class Rescue:
                 return found
             await asyncio.sleep(_AGAIN_S)
 
-    async def _at_work(self, channel: RescueChannel) -> int:
+    async def _wait_for_own_slot(self, channel: RescueChannel) -> int:
         """Wait until the transfer into the rank's own slot has ended.
 
         Return the rank if it may still be writing, otherwise -1.
@@ -234,16 +236,16 @@ class Rescue:
         answer = await asyncio.to_thread(channel.ask, local.Complete(_COMPLETE_S), _COMPLETE_S + _STILL_S)
         return -1 if isinstance(answer, local.Copied) else channel.rank
 
-    async def _shared_out(self, able: list[RescueChannel], keys: list[Key], stamp: Stamp, why: str) -> None:
+    async def _copy_in_parallel(self, able: list[RescueChannel], keys: list[Key], stamp: Stamp, why: str) -> None:
         """Copy these shards, each rank some of them."""
         await asyncio.gather(
             *(
-                self._in_turn(able[number:] + able[:number], keys[number :: len(able)], stamp, why)
+                self._copy_in_turn(able[number:] + able[:number], keys[number :: len(able)], stamp, why)
                 for number in range(len(able))
             )
         )
 
-    async def _in_turn(self, channels: list[RescueChannel], keys: list[Key], stamp: Stamp, what: str) -> None:
+    async def _copy_in_turn(self, channels: list[RescueChannel], keys: list[Key], stamp: Stamp, what: str) -> None:
         """Copy shards one after the other, each from the first rank that has it."""
         for name, rank in keys:
             kept = self._outlines.find(name, rank, stamp)
@@ -260,7 +262,7 @@ class Rescue:
             if why:
                 self._log("unrescued", version=stamp.version, detail=f"shard {rank}, {what}: {why}")
 
-    async def _place(self, o: peer.Outline) -> tuple[Shard, int]:
+    async def _prepare_slot(self, o: peer.Outline) -> tuple[Shard, int]:
         """Return the slot for a copy.
 
         The slot belongs to the shard that a rank here has registered, or to a new one.
@@ -276,7 +278,7 @@ class Rescue:
         shard.rescued_round = self._membership.round
         return shard, shard.pair.begin_version(o.stamp, None, frozenset(), voted=frozenset())
 
-    def _leave(self, shard: Shard, index: int) -> None:
+    def _discard_copy(self, shard: Shard, index: int) -> None:
         """Discard a failed copy."""
         number = self._membership.round
         if shard.rescued_round == number and shard.registered_round != number:
@@ -288,7 +290,7 @@ class Rescue:
         """Copy a shard out of a rank's tensors. Return the reason of a failure, or ""."""
         o = kept.outline
         try:
-            shard, index = await self._place(o)
+            shard, index = await self._prepare_slot(o)
         except (NoMemory, Refused) as exc:
             return str(exc)
         shard.pair.slots[index].busy = True
@@ -297,7 +299,7 @@ class Rescue:
             with memory.view() as view:
                 await asyncio.to_thread(kept.fill, view)
         except ValueError as exc:
-            self._leave(shard, index)
+            self._discard_copy(shard, index)
             return f"its outline cannot be used: {exc}"
         fd = os.dup(memory.fd)
         try:
@@ -306,11 +308,11 @@ class Rescue:
         finally:
             os.close(fd)
         if not isinstance(answer, local.Copied) or not answer.whole:
-            self._leave(shard, index)
+            self._discard_copy(shard, index)
             return f"rank {channel.rank}: {answer.why if isinstance(answer, local.Copied) else 'no answer'}"
         found = await self._store.pool.digest(memory, kept.used_bytes, urgency=Urgency.OWN)
         if kept.digest and found != kept.digest:
-            self._leave(shard, index)
+            self._discard_copy(shard, index)
             return f"rank {channel.rank} has something else in its tensors"
         shard.unproven = None if kept.digest else o.stamp
         self._filling.complete_slot(shard, index, Committed(o.stamp, kept.used_bytes, found), found)

@@ -77,7 +77,7 @@ class StateFile:
                     self._unlink()
         return not self.problem
 
-    def again(self) -> bool:
+    def write_again(self) -> bool:
         """Repeat a failed write. Return whether the file is in place now."""
         return self._wanted is not None and self.write(self._wanted)
 

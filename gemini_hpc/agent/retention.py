@@ -103,33 +103,33 @@ class Retention:
 
     # ---- what happens to the job -----------------------------------------------------------------------
 
-    def attached(self) -> None:
+    def note_attach(self) -> None:
         """Note that an incarnation begins."""
         self._waits = False
 
-    def runs(self, now: float) -> None:
+    def note_running(self, now: float) -> None:
         """Note that an incarnation is running. Called a few times a second."""
         self._ended_at, self._unwanted_since = now, None
 
-    def ended(self, now: float) -> None:
+    def note_end(self, now: float) -> None:
         """Note that the job has ended here."""
         self._ended_at = now
 
-    def ended_s(self, now: float) -> float:
+    def compute_ended_s(self, now: float) -> float:
         """Return the seconds since the job's end here."""
         return now - self._ended_at
 
-    def job_waits(self) -> None:
+    def note_pending(self) -> None:
         """Note that the job is pending."""
         self._waits = self._membership.detached
 
-    def barred(self) -> str:
+    def explain_refusal(self) -> str:
         """Return the reason why no other job may take the memory, or ""."""
         if not self._membership.detached:
             return "the job still runs"
         return "the job waits to run again" if self._waits else ""
 
-    def just_ended(self, now: float) -> bool:
+    def has_just_ended(self, now: float) -> bool:
         """Return whether the job has ended here a short while ago and is not pending again."""
         return not self._waits and now - self._ended_at < _JUST_S
 
@@ -145,14 +145,14 @@ class Retention:
         longer = self._waits and not self._tier.directory
         return max(settings.retention_s, settings.held_retention_s) if longer else settings.retention_s
 
-    def kept_until(self) -> float:
+    def compute_kept_until(self) -> float:
         """Return when the memory is freed, unless the job comes back (monotonic seconds)."""
         return self._ended_at + self._kept_s
 
     def check_memory(self, now: float) -> None:
         """Decide about the memory. Called a few times a second while the job does not run here."""
         # a salvage that is due counts as saving only from its start on
-        saving = self._saving(now) and not self._salvage.is_due(now, last=True)
+        saving = self._is_saving(now) and not self._salvage.is_due(now, last=True)
         holds = bool(self._budget.taken_bytes)
         action, reason = decide(
             MemoryFacts(
@@ -169,12 +169,12 @@ class Retention:
         )
         if action == "save":
             self._save(now)
-        if action == "release" or (action == "save" and not self._saving(now)):
+        if action == "release" or (action == "save" and not self._is_saving(now)):
             self.release(reason)
         elif action == "salvage":
             self._salvage.begin_try()
 
-    def _saving(self, now: float) -> bool:
+    def _is_saving(self, now: float) -> bool:
         """Return whether the versions held here are being saved since the job ended, or may soon be."""
         since_s = now - max(self._ended_at, self._unwanted_since or 0.0)
         waits = self._saver.last or self._saver.busy or self._salvage.busy
@@ -213,7 +213,7 @@ class Retention:
 
     def _stays(self, now: float, save: bool) -> bool:
         """Return whether this agent stays for versions to be saved. Without `save` only running writes count."""
-        return self._membership.detached and self._saving(now) and (save or self._saver.busy)
+        return self._membership.detached and self._is_saving(now) and (save or self._saver.busy)
 
     async def _leave_when_saved(self, reason: str, save: bool) -> None:
         while self._stays(clock.monotonic(), save) and not self.over.is_set():

@@ -62,7 +62,7 @@ class SelfFence:
         self._asking: asyncio.Task[None] | None = None
         self._told = False  # that the mode withholds it
 
-    def _alone(self) -> bool:
+    def _is_alone(self) -> bool:
         incarnation, controller = self._membership.incarnation, self._controller
         if incarnation is None or self._membership.detached:
             return False
@@ -71,11 +71,15 @@ class SelfFence:
 
     def check_alone(self, now: float) -> None:
         """Kill the local ranks once this node has been alone for too long."""
-        if not self._limit_s or not self._alone():
+        if not self._limit_s or not self._is_alone():
             self._alone_since, self._told = None, False
             return
         self._alone_since = self._alone_since or now
-        if now - self._alone_since < self._limit_s or not self.ranks() or (self._asking and not self._asking.done()):
+        if (
+            now - self._alone_since < self._limit_s
+            or not self.list_ranks()
+            or (self._asking and not self._asking.done())
+        ):
             return
         # The controller may be back without having been dialled yet.
         if self._controller.refused_at > self._alone_since:
@@ -89,7 +93,7 @@ class SelfFence:
         since, incarnation = self._alone_since, self._membership.incarnation
         if incarnation is not None and await incarnation.mesh.can_reach_anybody(_SEARCH_S):
             self._alone_since = None
-        elif since is not None and since == self._alone_since and self._alone():
+        elif since is not None and since == self._alone_since and self._is_alone():
             self._alone_since = clock.monotonic()
             reason = f"no peer and no controller for {self._limit_s:g} s: the job goes on elsewhere"
             await self.fence(reason)
@@ -103,7 +107,7 @@ class SelfFence:
             self._told = True
             self._log("withheld", detail=f'would have ended the ranks here: {reason}; mode = "{self._mode}"')
 
-    def ranks(self) -> set[LocalClient]:
+    def list_ranks(self) -> set[LocalClient]:
         """Return the processes on this node that train now: only those that have said hello."""
         clients = [c for s in self._trainings for c in s.present.values()]
         return {c for c in clients if not c.closed.is_set()}
@@ -114,8 +118,8 @@ class SelfFence:
         Return when none is left, or after a bounded wait.
         """
         for number, wait_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
-            for client in self.ranks():
+            for client in self.list_ranks():
                 client.signal(number)
             deadline = clock.monotonic() + wait_s
-            while self.ranks() and clock.monotonic() < deadline:
+            while self.list_ranks() and clock.monotonic() < deadline:
                 await asyncio.sleep(0.02)

@@ -82,9 +82,9 @@ class Sessions:
 
     # ---- who is there ----------------------------------------------------------------------------------
 
-    def gone(self, client: LocalClient) -> None:
+    def on_disconnect(self, client: LocalClient) -> None:
         """Remove a process whose connection has ended."""
-        training, rank = self.rank_of(client)
+        training, rank = self.find_rank(client)
         self._clients.pop(client, None)
         if training is not None and training.present.get(rank) is client:
             del training.present[rank]
@@ -95,12 +95,12 @@ class Sessions:
         for client in list(self._clients):
             client.drop()
 
-    def rank_of(self, client: LocalClient) -> tuple[Training | None, int]:
+    def find_rank(self, client: LocalClient) -> tuple[Training | None, int]:
         """Return the training and the rank of a process, or None and -1 if it has not said hello."""
         session = self._clients.get(client)
         return (None, -1) if session is None else (self._trainings.get(session.training), session.rank)
 
-    def training(self, client: LocalClient, name: str) -> Training:
+    def require_training(self, client: LocalClient, name: str) -> Training:
         """Return the training of which this process is a rank, while it may train.
 
         Raises:
@@ -114,31 +114,31 @@ class Sessions:
             raise RequestRejected("a recovery round is under way")
         return training
 
-    def own(self, client: LocalClient, m: local.OfRank) -> None:
+    def check_rank(self, client: LocalClient, m: local.OfRank) -> None:
         """Check that this process is the rank named in its message.
 
         Raises:
             Rejected: Another process is that rank.
         """
-        if self.training(client, m.training).present.get(m.rank) is not client:
+        if self.require_training(client, m.training).present.get(m.rank) is not client:
             raise RequestRejected(f"rank {m.rank} does not belong to this process")
 
-    def series(self, client: LocalClient) -> str:
+    def find_series(self, client: LocalClient) -> str:
         """Return the name that all starts of this process's step share."""
         session = self._clients.get(client)
         return "" if session is None else session.series
 
-    def _steps(self) -> set[str]:
+    def _list_steps(self) -> set[str]:
         """Return the launches whose training ranks are connected now."""
         return {session.step for session in self._clients.values()}
 
-    def _step(self, client: LocalClient) -> str:
+    def _find_step(self, client: LocalClient) -> str:
         session = self._clients.get(client)
         return "" if session is None else session.step
 
     # ---- hello -----------------------------------------------------------------------------------------
 
-    async def hello(self, client: LocalClient, m: local.Hello, fds: Sequence[int] = ()) -> Reply:
+    async def admit_rank(self, client: LocalClient, m: local.Hello, fds: Sequence[int] = ()) -> Reply:
         """Register a process as a rank, and answer when it may train.
 
         Args:
@@ -153,7 +153,7 @@ class Sessions:
         proto = version.find_common(m.least, m.most)
         if not proto:
             raise RequestRejected(f"the training process speaks {version.describe_mismatch(m.least, m.most)}")
-        name_fits = NAME.fullmatch(m.training) is not None and self._trainings.may_have(self._training_name(m))
+        name_fits = NAME.fullmatch(m.training) is not None and self._trainings.may_have(self._derive_training_name(m))
         if not name_fits or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
             raise RequestRejected(
                 f"training {m.training[:64]!r}, rank {m.rank} of {m.world}: invalid name, rank or step, "
@@ -163,31 +163,31 @@ class Sessions:
             raise RequestRejected("this connection has already said hello")
         if here.incarnation is None or here.detached:
             raise RequestRejected("this node has no part in a running incarnation of the job")
-        await self._alone(m)
+        await self._wait_for_earlier_process(m)
         rounds = here.incarnation.rounds
         if not m.rejoin:
             try:
                 async with asyncio.timeout(_ROUND_S):
-                    await self._round_for(rounds, m)
-                    if not rounds.unseen and self._may_be_stored(rounds, self._training_name(m)):
-                        await self._look_at_tier(rounds, m)
+                    await self._wait_for_round(rounds, m)
+                    if not rounds.unseen and self._may_be_stored(rounds, self._derive_training_name(m)):
+                        await self._wait_for_tier_round(rounds, m)
             except TimeoutError:
                 why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
                 raise RequestRejected(f"the agents did not agree in time{why}") from None
             if rounds.unseen:
                 raise RequestRejected(rounds.unseen, later=True)
-        elif not await self._goes_on(rounds, m):
+        elif not await self._may_rejoin(rounds, m):
             raise RequestRejected("the job has gone on without this process")
         if client.closed.is_set():
             raise RequestRejected("closed")
-        if not self._trainings.may_have(name := self._training_name(m)):
+        if not self._trainings.may_have(name := self._derive_training_name(m)):
             raise RequestRejected(f"training {name[:80]!r}: too many trainings")
         training = self._trainings.get_or_create(name)
         if training.greeted and m.world != training.world:
             raise RequestRejected(f"rank {m.rank} says that {m.world} ranks train, other ranks say {training.world}")
         training.greeted.add(m.rank)
         if not m.rejoin:
-            self._stats.begun(name, m.rank)
+            self._stats.drop_summary(name, m.rank)
         training.finished.discard(m.rank)
         training.left.pop(m.rank, None)
         training.present[m.rank] = client
@@ -195,7 +195,7 @@ class Sessions:
             training.ranks.add(m.rank, fds[0], clock.monotonic())
         (training.restarts.add if m.restarts else training.restarts.discard)(m.rank)
         training.world = m.world
-        self._clients[client] = RankSessionEntry(m.step, name, m.rank, _series(m))
+        self._clients[client] = RankSessionEntry(m.step, name, m.rank, _derive_series(m))
         plan = rounds.plan
         closed = {c.training: c for c in plan.closed} if plan is not None else {}
         chosen = training.chosen or Stamp(0, 0)
@@ -227,14 +227,14 @@ class Sessions:
             training=name,
             closed=closed[name].version if name in closed else 0,
             passed=is_passed(name, [*closed, *(s.name for s in plan.trainings)] if plan is not None else ()),
-            others=self._others(plan, closed) if plan is not None and training.chosen is None else (),
+            others=self._list_others(plan, closed) if plan is not None and training.chosen is None else (),
             stopped_at=here.stop.at,
             reached=here.stop.reached.get(name, 0),
             changes=here.changes[:_TOLD],
         )
         return welcome, [training.open_page()]
 
-    def _training_name(self, m: local.Hello) -> str:
+    def _derive_training_name(self, m: local.Hello) -> str:
         """Return the name of a training by its place in the job's sequence.
 
         The plan, which all agents have, tells which step the training belongs to. The process tells its place in that
@@ -245,10 +245,10 @@ class Sessions:
         if incarnation is None or plan is None:
             return Place(m.training, 1, m.nth).training_name
         held = [s.name for s in plan.trainings if s.chosen is not None]
-        step = find_step(m.training, _series(m), incarnation.restart, plan.closed, held)
+        step = find_step(m.training, _derive_series(m), incarnation.restart, plan.closed, held)
         return Place(m.training, step, m.nth).training_name
 
-    def _others(self, plan: peer.PlanDown, closed: Collection[str]) -> tuple[str, ...]:
+    def _list_others(self, plan: peer.PlanDown, closed: Collection[str]) -> tuple[str, ...]:
         """Return the versions of trainings that no rank has asked for."""
         found = []
         for s in plan.trainings:
@@ -265,7 +265,7 @@ class Sessions:
         chosen = any(s.name == name and s.chosen is not None for s in plan.trainings)
         return not chosen and any(closed.training == name for closed in plan.closed)
 
-    async def _look_at_tier(self, rounds: RecoveryRounds, m: local.Hello) -> None:
+    async def _wait_for_tier_round(self, rounds: RecoveryRounds, m: local.Hello) -> None:
         """Wait for another round of this launch that looks at the tier."""
         before = rounds.round
         while rounds.stage != "live" or rounds.round == before:
@@ -276,13 +276,13 @@ class Sessions:
                 async with asyncio.timeout(1.0):
                     await rounds.wait_for_change()
 
-    async def _alone(self, m: local.Hello) -> None:
+    async def _wait_for_earlier_process(self, m: local.Hello) -> None:
         """Wait briefly until an earlier process of this rank has left: it may just have been killed."""
         deadline = clock.monotonic() + _LEAVE_S
         while True:
-            training = self._trainings.get(self._training_name(m))
+            training = self._trainings.get(self._derive_training_name(m))
             other = training.present.get(m.rank) if training is not None else None
-            if other is None or other.closed.is_set() or self._step(other) != m.step:
+            if other is None or other.closed.is_set() or self._find_step(other) != m.step:
                 return
             if clock.monotonic() > deadline:
                 raise RequestRejected(
@@ -292,7 +292,7 @@ class Sessions:
                 )
             await asyncio.sleep(0.02)
 
-    async def _goes_on(self, rounds: RecoveryRounds, m: local.Hello) -> bool:
+    async def _may_rejoin(self, rounds: RecoveryRounds, m: local.Hello) -> bool:
         """Return whether the round that a process trains in is live.
 
         A restarted agent may know that the round was agreed on, but must learn from its peers that all agents know
@@ -304,16 +304,16 @@ class Sessions:
                     await rounds.wait_for_change()
         return rounds.stage == "live" and rounds.step == m.step
 
-    async def _round_for(self, rounds: RecoveryRounds, m: local.Hello) -> None:
+    async def _wait_for_round(self, rounds: RecoveryRounds, m: local.Hello) -> None:
         """Wait for the round that serves this launch. Request a round if the launch is new."""
         await rounds.wait_live(None)
-        training = self._trainings.get(self._training_name(m))
+        training = self._trainings.get(self._derive_training_name(m))
         again = training is not None and m.rank in training.greeted
         chooses = self._tier.accepts(m.tier)
         if rounds.step == m.step and not again and not rounds.unseen and not chooses:
             return
         deadline = clock.monotonic() + _OTHER_LAUNCH_S
-        while others := self._steps() - {m.step}:
+        while others := self._list_steps() - {m.step}:
             if clock.monotonic() > deadline:
                 raise RequestRejected(f"another training of this job is running (step {', '.join(sorted(others))})")
             await asyncio.sleep(0.02)
@@ -337,5 +337,5 @@ class Sessions:
                 continue
 
 
-def _series(m: local.Hello) -> str:
+def _derive_series(m: local.Hello) -> str:
     return m.series or m.step.partition("+")[0]

@@ -47,13 +47,13 @@ class SickNodes:
         """Return whether root should spend time on a check of this node."""
         return self._is_red or self._tally.count(self._node) > 0
 
-    def known(self) -> list[str]:
+    def list_sick_nodes(self) -> list[str]:
         """Return the nodes whose ranks have failed first too often, also in earlier incarnations of the job."""
         return self._tally.list_sick_nodes()
 
     # ---- what is heard ---------------------------------------------------------------------------------
 
-    def ended(self, step: str, attempt: int, rank: int, cause: Cause, version: int) -> None:
+    def report_end(self, step: str, attempt: int, rank: int, cause: Cause, version: int) -> None:
         """Report that a rank of this node has ended, and not by its launcher.
 
         Args:
@@ -67,7 +67,7 @@ class SickNodes:
         if incarnation is not None:
             self._pass(incarnation, peer.RankEnded(step, max(attempt, 0), self._node, rank, cause, version))
 
-    def unhealthy(self, rank: int, why: str) -> None:
+    def report_unhealthy(self, rank: int, why: str) -> None:
         """Report that the site's health check of this node has failed, after a rank's failure."""
         incarnation = self._membership.incarnation
         self._is_red = True
@@ -75,7 +75,7 @@ class SickNodes:
             self._log("unhealthy", detail=why)
             self._pass_red(incarnation, peer.Unhealthy(self._node, rank, why))
 
-    def hung(self, incarnation: Incarnation, standing: HangStanding) -> None:
+    def record_hang(self, incarnation: Incarnation, standing: HangStanding) -> None:
         """Count, at the root, a rank that keeps the others waiting.
 
         If all ranks are in one collective, no rank is behind and none is counted.
@@ -138,12 +138,14 @@ class SickNodes:
         if not incarnation.leads:
             return
         what = f"rank {m.rank} on {m.host} {describe_cause(m.cause)}"
-        self._log("failed_first", detail=f"{what}: attempt {m.attempt} of step {m.step}, {_speaks(blame, times)}")
+        self._log(
+            "failed_first", detail=f"{what}: attempt {m.attempt} of step {m.step}, {_describe_blame(blame, times)}"
+        )
         if blame.counts and times >= SICK:
             self._found(m.host, f"{what}; {times} times its ranks failed first"[:300])
 
 
-def _speaks(blame: Blame, times: int) -> str:
+def _describe_blame(blame: Blame, times: int) -> str:
     """Return the meaning of a blame for its node, in words."""
     if blame.counts:
         return f"{times} so far that speak against this node"

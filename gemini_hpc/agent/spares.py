@@ -64,7 +64,7 @@ class Spares:
 
     # ---- nodes that die --------------------------------------------------------------------------------
 
-    def died(self) -> None:
+    def on_death(self) -> None:
         """Replace the dead nodes by spares."""
         if self._membership.incarnation is not None and self._membership.incarnation.view.spares:
             self._spawn(self._replace_dead())
@@ -80,7 +80,7 @@ class Spares:
         # the earlier call goes on later, without all dead nodes
         if incarnation is None or self._waits is incarnation:
             return
-        await self._hear_of_suspects(incarnation)
+        await self._wait_for_suspects(incarnation)
         if self._costs(incarnation.mesh.dead):
             self._waits = incarnation
             try:
@@ -89,9 +89,9 @@ class Spares:
                 if self._waits is incarnation:
                     self._waits = None
         if self._membership.incarnation is incarnation:
-            self._go_on_without(incarnation.mesh.dead, "lost")
+            self._leave_nodes(incarnation.mesh.dead, "lost")
 
-    async def _hear_of_suspects(self, incarnation: Incarnation) -> None:
+    async def _wait_for_suspects(self, incarnation: Incarnation) -> None:
         """Wait, for a bounded time, until the suspected nodes are known to be dead or alive.
 
         If the job could not go on without the suspects as well, this node may itself be cut off. A node that is cut
@@ -131,12 +131,12 @@ class Spares:
             self._spawn(self._follow_others(lost))
         elif not self._membership.detached:
             self._log("left_out", detail="the job goes on without this node: ending the ranks that still run here")
-            self._launches.left_out()
+            self._launches.note_left_out()
             self._leave()
 
     async def _follow_others(self, lost: tuple[str, ...]) -> None:
         await self._first()
-        self._go_on_without(lost, "gone")
+        self._leave_nodes(lost, "gone")
 
     def _view_without(self, nodes: Iterable[str]) -> View | None:
         here = self._membership
@@ -144,7 +144,7 @@ class Spares:
             return None
         return here.incarnation.view.exclude(nodes, here.nodes)
 
-    def _go_on_without(self, nodes: Iterable[str], why: str) -> None:
+    def _leave_nodes(self, nodes: Iterable[str], why: str) -> None:
         incarnation, view = self._membership.incarnation, self._view_without(nodes)
         if incarnation is None or view is None or self._node in view.lost:
             return
@@ -152,14 +152,14 @@ class Spares:
         self._log("without", detail=f"{', '.join(gone)[:300]} {why}: a spare is to make up for it")
         self._moving -= view.lost
         self._enter(msgspec.structs.replace(incarnation.attach, lost=tuple(sorted(view.lost))), view)
-        self._launches.lost(gone, why)
+        self._launches.record_loss(gone, why)
 
     # ---- nodes that the job is to leave ----------------------------------------------------------------
 
     def move(self, hosts: Sequence[str]) -> str:
         """Leave these nodes right after the next seal, so that no step is repeated. Return why not, or ""."""
         wanted = set(hosts).intersection(self._membership.hosts)
-        if reason := self._cannot_leave(hosts):
+        if reason := self._explain_refusal(hosts):
             return reason
         if not wanted <= self._moving:
             self._moving |= wanted
@@ -172,12 +172,12 @@ class Spares:
 
     def leave(self, host: str, why: str) -> str:
         """Leave this node now, because a rank there has just failed. Return why not, or ""."""
-        reason = self._cannot_leave([host])
+        reason = self._explain_refusal([host])
         if not reason:
-            self._go_on_without([host], why)
+            self._leave_nodes([host], why)
         return reason
 
-    def _cannot_leave(self, hosts: Sequence[str]) -> str:
+    def _explain_refusal(self, hosts: Sequence[str]) -> str:
         here = self._membership
         if here.incarnation is None or here.detached:
             return NO_PART
@@ -234,17 +234,17 @@ class Spares:
             self._holds = None
             self._hold(0)
 
-    def sealed(self) -> None:
+    def leave_after_seal(self) -> None:
         """Leave the nodes after a seal, if ranks are held: none of them then goes on."""
         if self._moving and self._holds is not None and self._holds is self._membership.incarnation:
-            asyncio.get_running_loop().call_soon(self._go_on_without, frozenset(self._moving), "left")
+            asyncio.get_running_loop().call_soon(self._leave_nodes, frozenset(self._moving), "left")
 
     async def _move_late(self, hosts: frozenset[str], restart: int) -> None:
         """Leave the nodes without a seal. A requeue meanwhile has chosen the job's nodes again."""
         await asyncio.sleep(_SEAL_S)
         incarnation = self._membership.incarnation
         if hosts <= self._moving and incarnation is not None and incarnation.restart == restart:
-            self._go_on_without(hosts, "left")
+            self._leave_nodes(hosts, "left")
         self._moving -= hosts
 
     async def answer(self, link: Link) -> None:

@@ -44,7 +44,7 @@ class OverheadSeries:
         self._j.append(j)
         self._saved.append(saved)
 
-    def points(self) -> tuple[Point, ...]:
+    def list_points(self) -> tuple[Point, ...]:
         """Return the points in the order of their arrival."""
         rows = zip(self._t, self._overhead, self._j, self._saved, strict=True)
         return tuple(Point(t, overhead, int(j), int(saved)) for t, overhead, j, saved in rows)
@@ -69,25 +69,25 @@ class StatsStore:
         self._ranks: OrderedDict[tuple[str, int], _Rank] = OrderedDict()
         self._bytes = 0
 
-    def traffic(self, name: str, rank: int, state: TrafficState, saved: int = 0) -> None:
+    def store_traffic(self, name: str, rank: int, state: TrafficState, saved: int = 0) -> None:
         """Store a rank's newest summary. `saved` is the newest sealed version of the training."""
-        told, before = self._entry_of(name, rank)
+        told, before = self._open_entry(name, rank)
         told.state = state
         if state.overhead is not None:
             told.series.add(state.t, state.overhead, state.j, saved)
-        self._grown(told, before)
+        self._record_growth(told, before)
 
-    def timeline(self, name: str, rank: int, timeline: TimelineState) -> None:
+    def store_timeline(self, name: str, rank: int, timeline: TimelineState) -> None:
         """Store a rank's newest iteration."""
-        told, before = self._entry_of(name, rank)
+        told, before = self._open_entry(name, rank)
         told.timeline = msgspec.msgpack.encode(timeline)
-        self._grown(told, before)
+        self._record_growth(told, before)
 
     def store_data(self, name: str, rank: int, key: str, data: bytes) -> None:
         """Keep a rank's data in place of its earlier data."""
-        told, before = self._entry_of(name, rank)
+        told, before = self._open_entry(name, rank)
         told.key, told.kept = key, data
-        self._grown(told, before)
+        self._record_growth(told, before)
 
     def recall(self, name: str, rank: int, key: str) -> bytes | None:
         """Return the data kept with this key. Data kept with another key is useless now and dropped."""
@@ -98,30 +98,30 @@ class StatsStore:
             return told.kept
         before = told.size_bytes
         told.key, told.kept = "", b""
-        self._grown(told, before)
+        self._record_growth(told, before)
         return None
 
-    def begun(self, name: str, rank: int) -> None:
+    def drop_summary(self, name: str, rank: int) -> None:
         """Drop the summary of a rank that has a new process: it does not describe the new one."""
         told = self._ranks.get((name, rank))
         if told is not None:
             told.state = None
 
-    def states(self, name: str, ranks: Iterable[int]) -> tuple[tuple[int, TrafficState], ...]:
+    def list_summaries(self, name: str, ranks: Iterable[int]) -> tuple[tuple[int, TrafficState], ...]:
         """Return the summaries of those ranks that have sent one, in order."""
         known = ((rank, self._ranks.get((name, rank))) for rank in sorted(ranks))
         found = ((rank, told.state) for rank, told in known if told is not None and told.state is not None)
         return tuple(islice(found, MAX_SHOWN))
 
-    def record(self, ask: inspect_schema.RecordAsk) -> inspect_schema.Record | None:
+    def build_record(self, ask: inspect_schema.RecordAsk) -> inspect_schema.Record | None:
         """Return a rank's record, or None if the rank has reported nothing here."""
         told = self._ranks.get((ask.training, ask.rank))
         if told is None:
             return None
         timeline = msgspec.msgpack.decode(told.timeline, type=TimelineState) if told.timeline else None
-        return inspect_schema.Record(ask.training, ask.rank, timeline, told.series.points())
+        return inspect_schema.Record(ask.training, ask.rank, timeline, told.series.list_points())
 
-    def _entry_of(self, name: str, rank: int) -> tuple[_Rank, int]:
+    def _open_entry(self, name: str, rank: int) -> tuple[_Rank, int]:
         told = self._ranks.get((name, rank))
         if told is None:
             told = self._ranks[name, rank] = _Rank()
@@ -129,7 +129,7 @@ class StatsStore:
         self._ranks.move_to_end((name, rank))
         return told, told.size_bytes
 
-    def _grown(self, told: _Rank, before_bytes: int) -> None:
+    def _record_growth(self, told: _Rank, before_bytes: int) -> None:
         self._bytes += told.size_bytes - before_bytes
         while self._bytes > MAX_TOTAL_BYTES:
             _, oldest = self._ranks.popitem(last=False)

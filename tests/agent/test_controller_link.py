@@ -25,7 +25,7 @@ def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: li
     mesh = SimpleNamespace(dead={"n2"})
     incarnation: Any = SimpleNamespace(restart=0, mesh=mesh, view=view, attach=attach, live=True)
     membership.incarnation = incarnation
-    listener: Any = SimpleNamespace(deaths_matter=lambda now: matters, finished=None)
+    listener: Any = SimpleNamespace(should_report_deaths=lambda now: matters, finished=None)
     mine = ControllerLink(made_context(membership), listener)
     mine._link, mine._reported = SimpleNamespace(send=sent.append), -controller_link._REPEAT_S - 1.0  # type: ignore[assignment]
     mine.beat(0.0)
@@ -37,7 +37,7 @@ def test_the_controller_hears_whether_the_training_has_finished() -> None:
     view, attach, mesh = View(("n1", "n2")), Attach(7, 0, "n[1-2]", "n1", 2), SimpleNamespace(dead=set())
     incarnation: Any = SimpleNamespace(restart=0, mesh=mesh, view=view, attach=attach, live=True, hosts=view.hosts)
     membership.incarnation = incarnation
-    listener: Any = SimpleNamespace(deaths_matter=lambda now: False, finished=None, rescuing=False)
+    listener: Any = SimpleNamespace(should_report_deaths=lambda now: False, finished=None, rescuing=False)
     mine = ControllerLink(made_context(membership), listener)
     mine._link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
     for finished in (None, False, False, True, True, False):
@@ -57,7 +57,7 @@ def test_the_controller_hears_whether_the_training_has_finished() -> None:
 def test_a_job_has_just_ended(ago_s: float, waits: bool, told: bool) -> None:
     parts: Any = SimpleNamespace(choice=None, saver=None, salvage=None)
     mine = Retention(made_context(Membership()), parts, parts, parts, 0.0)
-    mine.ended(1000.0)
+    mine.note_end(1000.0)
     if waits:
-        mine.job_waits()
-    assert mine.just_ended(1000.0 + ago_s) is told
+        mine.note_pending()
+    assert mine.has_just_ended(1000.0 + ago_s) is told

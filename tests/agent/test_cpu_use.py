@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gemini_hpc.agent import cpu_use
-from gemini_hpc.agent.cpu_use import CpuUse, allowed_cores
+from gemini_hpc.agent.cpu_use import CpuUse, compute_allowed_cores
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.cli import inspect
 from gemini_hpc.config import Settings
@@ -32,8 +32,8 @@ class Agent:
         self.used_s += taken_s
         stamp = Stamp(epoch, version)
         self.slots[:] = [SimpleNamespace(stamp=stamp, bytes_used=2 * 10**9)]
-        self.use.sealed(self.training, stamp)
-        self.use.sealed(self.training, stamp)  # told twice
+        self.use.record_seal(self.training, stamp)
+        self.use.record_seal(self.training, stamp)  # told twice
         return self.training.page.cpu
 
 
@@ -59,7 +59,7 @@ def test_a_recovery_is_no_version(agent: Agent) -> None:
     for version in range(1, 6):
         agent.seal(version, 1.0)
     assert agent.seal(6, 60.0, epoch=2) == agent.seal(7, 1.0, epoch=2) == (1.0, 0.5)
-    assert agent.use.state().version_s == 1.0
+    assert agent.use.build_state().version_s == 1.0
     assert sum(agent.use._versions["default"].taken_s) == 5.0
 
 
@@ -67,31 +67,31 @@ def test_inspect_has_the_average_and_the_gigabyte(agent: Agent, monkeypatch: pyt
     """Average over the last minute, whatever the agent did in it."""
     now = [1000.0]
     monkeypatch.setattr(cpu_use.clock, "monotonic", lambda: now[0])
-    state = agent.use.state()
+    state = agent.use.build_state()
     assert (state.cores, state.version_s, state.gb_s) == (0.0, None, None)
     for _ in range(200):
         agent.use.take_sample(now[0])
         now[0] += 1.0
         agent.used_s += 0.25
-    assert agent.use.state().cores == pytest.approx(0.25)
+    assert agent.use.build_state().cores == pytest.approx(0.25)
     for version in (1, 2, 3):
         agent.seal(version, 3.0)
-    state = agent.use.state()
+    state = agent.use.build_state()
     assert (state.version_s, state.gb_s, state.allowed_cores) == (3.0, 1.5, 0.5)
 
 
 def test_the_bound_is_the_sites_or_a_share_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, share in ((2, 0.5), (8, 0.5), (64, 4.0)):
         monkeypatch.setattr(cpu_use.os, "cpu_count", lambda cores=cores: cores)
-        assert allowed_cores(Settings()) == share
-    assert allowed_cores(Settings(agent_cores=0.25)) == 0.25
+        assert compute_allowed_cores(Settings()) == share
+    assert compute_allowed_cores(Settings(agent_cores=0.25)) == 0.25
 
 
 def test_the_process_itself_is_measured() -> None:
     """All of its threads."""
-    before_s = cpu_use._used_s()
+    before_s = cpu_use._measure_core_seconds()
     sum(range(2_000_000))
-    assert cpu_use._used_s() > before_s
+    assert cpu_use._measure_core_seconds() > before_s
 
 
 def test_inspect_names_the_busiest_agent() -> None:

@@ -40,8 +40,8 @@ class Agent:
         unused: Any = None
         replicas: Any = SimpleNamespace(trainings=trainings, store=None, outlines=None, filling=None)
         rescue = Rescue(made_context(here), replicas, unused, unused)
-        rescue.live = lambda name: (2,) if live else ()  # type: ignore[method-assign]
-        launches: Any = SimpleNamespace(lost=lambda gone, why: None)
+        rescue.list_live_ranks = lambda name: (2,) if live else ()  # type: ignore[method-assign]
+        launches: Any = SimpleNamespace(record_loss=lambda gone, why: None)
         self.tasks: list[asyncio.Task[None]] = []
         self.spares = Spares(
             made_context(
@@ -53,7 +53,7 @@ class Agent:
             lambda attach, view: setattr(self, "lost", attach.lost),
             lambda: None,
             first=lambda: asyncio.sleep(0),
-            costs=rescue.out_of_reach,
+            costs=rescue.are_sole_holders,
             hold=lambda epoch: None,
         )
 
@@ -74,7 +74,7 @@ def told(dead: set[str], back: set[str] = frozenset(), **of: bool) -> tuple[tupl
     async def story() -> Agent:
         agent = Agent(**of)
         agent.dead |= dead
-        agent.spares.died()
+        agent.spares.on_death()
         await asyncio.sleep(0.1)
         assert not back or not agent.lost, "it has not waited"
         agent.dead -= back
@@ -103,11 +103,11 @@ def test_nodes_that_come_back_one_by_one_all_come_back() -> None:
     async def story() -> Agent:
         agent = Agent()
         agent.dead |= {"n2", "n3", "n4", "n5"}
-        agent.spares.died()
+        agent.spares.on_death()
         await asyncio.sleep(0.05)
         for back in ("n2", "n3", "n4", "n5"):
             agent.dead -= {back}
-            agent.spares.died()
+            agent.spares.on_death()
             await asyncio.sleep(0.05)
         await agent.over()
         return agent
@@ -124,7 +124,7 @@ def test_who_loses_sight_of_most_others_does_not_go_on(cut_off: bool) -> None:
         agent = Agent()
         agent.dead |= {"n3"}
         agent.silent |= {"n4", "n5"}
-        agent.spares.died()
+        agent.spares.on_death()
         await asyncio.sleep(0.1)
         assert not agent.lost
         agent.silent.clear()
@@ -144,7 +144,7 @@ def test_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         incarnation: Any = agent.here.incarnation
         incarnation.view = View((*HOSTS, "n6"), 2)
         agent.dead |= {"n3", "n4"}
-        agent.spares.died()
+        agent.spares.on_death()
         await agent.over()
         return agent
 

@@ -23,8 +23,8 @@ from .contexts import made_context
 
 def state(training: Training) -> TrainingState:
     silent: Any = SimpleNamespace(
-        states=lambda *_: (),
-        state=lambda *_: None,
+        list_summaries=lambda *_: (),
+        build_state=lambda *_: None,
         describe_saves=lambda *_: None,
         list_sentences=lambda _: (),
         problem="",
@@ -42,7 +42,7 @@ def state(training: Training) -> TrainingState:
         live=lambda name: (),
         kept_until=lambda: 0.0,
     )
-    return made.part(1).trainings[0]
+    return made.build_part(1).trainings[0]
 
 
 def sealed(training: Training, version: int) -> None:

@@ -35,11 +35,11 @@ def ended(agent: AgentProcess) -> tuple[Copy, Stamp]:
 def test_memory_passes_to_the_successor_once(agent: AgentProcess) -> None:
     copy, stamp = ended(agent)
     before = agent.fds()
-    memory = handover.ask(str(agent.socket), os.getuid(), copy, stamp, HEIR)
+    memory = handover.request_memory(str(agent.socket), os.getuid(), copy, stamp, HEIR)
     assert memory.digest(copy.used) == copy.digest and memory.size_bytes == SIZE
     until(lambda: agent.fds() < before, 5, what="the agent has let go of both slots")
     with pytest.raises(ValueError, match="not held here"):
-        handover.ask(str(agent.socket), os.getuid(), copy, stamp, HEIR)
+        handover.request_memory(str(agent.socket), os.getuid(), copy, stamp, HEIR)
     assert memory.digest(copy.used) == copy.digest
     memory.close()
     assert "handed_over host=n1 version=3" in agent.log() and f"to job {HEIR}" in agent.log()
@@ -55,10 +55,10 @@ def test_another_version_or_content_is_not_given(agent: AgentProcess) -> None:
     ]
     for wrong in asks:
         assert agent.caller().ask(wrong) == local.Error("not held here, or in use")
-    handover.ask(str(agent.socket), os.getuid(), copy, stamp, HEIR).close()
+    handover.request_memory(str(agent.socket), os.getuid(), copy, stamp, HEIR).close()
 
 
 def test_whoever_else_listens_there_is_not_asked(agent: AgentProcess) -> None:
     copy, stamp = ended(agent)
     with pytest.raises(ValueError, match="listens there"):
-        handover.ask(str(agent.socket), os.getuid() + 1, copy, stamp, HEIR)
+        handover.request_memory(str(agent.socket), os.getuid() + 1, copy, stamp, HEIR)

@@ -62,7 +62,7 @@ class Node:
         self.membership.incarnation, self.membership.detached = self.incarnation, False
         trainings: Any = Sets(self.training)
         self.begun: list[str] = []
-        launches: Any = SimpleNamespace(hung=lambda launch, rank, what: not self.begun.append(what))
+        launches: Any = SimpleNamespace(record_hang=lambda launch, rank, what: not self.begun.append(what))
         self.hangs = Hangs(
             made_context(
                 self.membership,
@@ -235,7 +235,7 @@ def test_the_whole_stack_is_kept_in_a_few_files(net: Net) -> None:
     async def stack(training: Training, rank: int, client: Any) -> str:
         return long
 
-    node.hangs._stack = stack  # type: ignore[method-assign]
+    node.hangs._request_stack = stack  # type: ignore[method-assign]
     node.training.present[1] = SimpleNamespace(signal=lambda number: None)  # type: ignore[assignment]
     for launch in range(6):
         net.train(3)
@@ -308,7 +308,7 @@ def test_messages_of_strangers_and_other_rounds(net: Net) -> None:
     net.train(3)
     net.hold()
     seconds(net, 60, lambda: net.events)
-    standing = net.nodes[0].hangs._standing("default", net.now)
+    standing = net.nodes[0].hangs._join_standings("default", net.now)
     assert standing is not None
     for node in net.nodes:
         node.training.hung = ""

@@ -42,7 +42,7 @@ def test_copies_are_freed_only_where_the_training_has_finished_and_nobody_is_mis
     async def work() -> None:
         agent, mesh = await attached(tmp_path, closed=closed)
         (mesh.detector.dead if doubt == "dead" else mesh.detector.suspects).update(["n2"] if doubt else [])
-        reply = agent._epilog(local.Epilog(77, 0, "0"))
+        reply = agent._on_epilog(local.Epilog(77, 0, "0"))
         assert isinstance(reply, local.Ok) and reply.state == state
         assert agent._retention.over.is_set() is (state == "released")
         mesh.close()
@@ -74,7 +74,7 @@ def test_who_was_silent_at_the_end_is_looked_at_again(
         agent, mesh = await attached(tmp_path, closed=closed)
         mesh.detector.last_heard["n2"] = clock.monotonic()
         mesh.detector.suspects.add("n2")
-        reply = agent._epilog(local.Epilog(77, 0, "0"))
+        reply = agent._on_epilog(local.Epilog(77, 0, "0"))
         assert isinstance(reply, local.Ok) and reply.state == "detached"
         for what in meanwhile:
             agent._good_end.check_doubt()
@@ -87,7 +87,7 @@ def test_who_was_silent_at_the_end_is_looked_at_again(
             elif what == "dead":
                 mesh.detector.dead.add("n2")
             elif what == "pending":
-                agent.job_waits()
+                agent.on_job_pending()
             elif what == "nobody watches":
                 mesh.detector.watching = False
             else:

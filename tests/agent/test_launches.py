@@ -83,7 +83,7 @@ class Net:
         self.agents[other].on_link(self.incarnations[other], one)
 
     async def state(self, name: str, **more: Any) -> local.LaunchState:
-        found = await self.agents[name].ask(local.LaunchRequest(**{"step": "7.0", "attempt": 0, **more}))
+        found = await self.agents[name].answer(local.LaunchRequest(**{"step": "7.0", "attempt": 0, **more}))
         assert isinstance(found, local.LaunchState)
         self.carry()
         return found
@@ -161,18 +161,18 @@ def test_the_end_is_told_to_all_and_stays() -> None:
 def test_a_rank_that_hangs_begins_the_next_attempt() -> None:
     async def play() -> None:
         net = Net()
-        assert not net.agents["n2"].hung("7.0", 1, "rank 1"), "no launchers"
+        assert not net.agents["n2"].record_hang("7.0", 1, "rank 1"), "no launchers"
         await net.state("n2")
-        assert net.agents["n2"].hung("7.0", 1, "rank 1") and net.carry() == 2
+        assert net.agents["n2"].record_hang("7.0", 1, "rank 1") and net.carry() == 2
         first = End("hung: n2: rank 1", Cause.HUNG, 1, host="n2")
         assert timeless((await net.state("n3")).first) == first
         await net.state("n1")
-        assert net.agents["n2"].hung("7.0", 1, "rank 1") and net.agents["n1"].hung("7.0+1", 0, "rank 0")
+        assert net.agents["n2"].record_hang("7.0", 1, "rank 1") and net.agents["n1"].record_hang("7.0+1", 0, "rank 0")
         net.carry()
         said = await net.state("n3", attempt=1)
         assert said.attempt == 2 and timeless(said.before) == first
         assert timeless(said.first) == End("hung: n1: rank 0", Cause.HUNG, 0, host="n1")
-        assert not net.agents["n2"].hung("7.0+x", 1, "") and not net.agents["n2"].hung("7.1+1", 1, "")
+        assert not net.agents["n2"].record_hang("7.0+x", 1, "") and not net.agents["n2"].record_hang("7.1+1", 1, "")
         assert net.events == [("n1", "relaunch")] * 2
 
     asyncio.run(play())
@@ -224,12 +224,12 @@ def test_a_rank_without_a_launcher_is_told_of_to_all() -> None:
     async def play() -> None:
         net = Net()
         one, other = End("rank 1 ended", Cause.RAISED, 1, t=5.0), End("rank 2 ended", Cause.RAISED, 2, t=6.0)
-        net.agents["n3"].ended("7.0", other)
-        net.agents["n2"].ended("7.0", one)
+        net.agents["n3"].record_end("7.0", other)
+        net.agents["n2"].record_end("7.0", one)
         net.carry()
         assert [agent.last for agent in net.agents.values()] == [local.StepEnd("7.0", one)] * 3
-        assert not net.agents["n2"].watches("7.0") and not net.agents["n2"].hung("7.0", 1, "rank 1")
-        net.agents["n1"].lost(["n9"])
+        assert not net.agents["n2"].watches("7.0") and not net.agents["n2"].record_hang("7.0", 1, "rank 1")
+        net.agents["n1"].record_loss(["n9"])
         await net.state("n2")
         assert net.agents["n2"].watches("7.0+3") and not net.agents["n2"].watches("7.1")
         assert (await net.state("n1")).attempt == 0 and net.events == []
@@ -257,6 +257,6 @@ def test_strangers_and_jobs_that_have_ended_are_not_heard() -> None:
         net.agents["n1"].on_message(net.incarnations["n1"], "n3", peer.Launch("7.0", 9, "", "", False))
         assert (await net.state("n1")).attempt == 0
         net.agents["n1"]._membership.detached = True
-        assert isinstance(await net.agents["n1"].ask(local.LaunchRequest("7.0", 0)), local.Error)
+        assert isinstance(await net.agents["n1"].answer(local.LaunchRequest("7.0", 0)), local.Error)
 
     asyncio.run(play())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.agent.daemon import _view
+from gemini_hpc.agent.daemon import _build_view
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.wire import peer
@@ -35,13 +35,19 @@ class Agent:
         )
         attach = Attach(7, 0, "n[1-4]", "n1", 2, spares=1)
         self.incarnation: Any = SimpleNamespace(
-            attach=attach, view=_view(attach), rounds=rounds, live=True, leads=not rank, send=self.send, restart=0
+            attach=attach,
+            view=_build_view(attach),
+            rounds=rounds,
+            live=True,
+            leads=not rank,
+            send=self.send,
+            restart=0,
         )
         self.incarnation.hosts = tuple(self.incarnation.view.hosts)
         self.incarnation.send_down = lambda m: [self.send(child, m) for child in rounds.children]
         here = self.here = Membership()
         here.incarnation, here.detached, here.epoch = self.incarnation, False, 5
-        launches: Any = SimpleNamespace(lost=lambda gone, why: None)
+        launches: Any = SimpleNamespace(record_loss=lambda gone, why: None)
         self.spares = Spares(
             made_context(here, self.name, spawn=net.spawn),
             launches,
@@ -66,7 +72,7 @@ class Agent:
         """The root's decision, or what comes of it down here."""
         self.incarnation.send_down(SEAL)
         self.seals.append(self.held)
-        self.spares.sealed()
+        self.spares.leave_after_seal()
 
 
 class Net:
@@ -181,7 +187,7 @@ def test_a_requeue_meanwhile_has_chosen_the_nodes_anew(
         await net.carry()
         later = SimpleNamespace(**{**vars(n4.incarnation), "restart": 1})
         n4.here.incarnation = later  # type: ignore[assignment]
-        n4.spares.sealed()
+        n4.spares.leave_after_seal()
         await asyncio.sleep(0.3)
         assert not net.left_by()
 

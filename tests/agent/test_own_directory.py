@@ -88,7 +88,7 @@ def test_only_what_root_has_mounted_is_moved_into(
     """A user's file system is known by its mount: nothing else of it is looked at."""
     mine = held(path)
     replaced(path)
-    monkeypatch.setattr(own_directory, "_mount", lambda fd: 4711)
+    monkeypatch.setattr(own_directory, "_find_mount", lambda fd: 4711)
     monkeypatch.setattr(mounts, "read_mount_number", lambda fd: 1)
     monkeypatch.setattr(mounts, "find_mount", lambda fd: mounts.Mount(4711, str(path), "tmpfs", source))
     asked = list[int]()
@@ -111,7 +111,7 @@ def test_what_is_mounted_in_the_sockets_place_is_not_asked(path: Path, monkeypat
 def test_where_a_process_sees_no_mounts_of_its_descriptors_the_list_decides(
     path: Path, monkeypatch: pytest.MonkeyPatch, source: str, found: str
 ) -> None:
-    monkeypatch.setattr(own_directory, "_mount", lambda fd: -1)
+    monkeypatch.setattr(own_directory, "_find_mount", lambda fd: -1)
     over = mounts.Mount(4711, os.path.realpath(path), "tmpfs", source)
     monkeypatch.setattr(mounts, "list_mounts", lambda: [mounts.Mount(1, "/", "ext4", "/dev/sda"), over])
     mine = held(path)

@@ -22,7 +22,7 @@ class Launches:
     def watches(self, launch: str) -> bool:
         return launch.startswith("8.")
 
-    def ended(self, step: str, end: End) -> None:
+    def record_end(self, step: str, end: End) -> None:
         self.told.append((step, end))
 
 
@@ -68,8 +68,8 @@ def test_the_kernel_has_ended_a_rank(ends: PlainEnds, launches: Launches) -> Non
         ends.record_rank(one, "7.0", rank)
     ends.record_rank(ranks[4], "8.0+1", 4)
     for rank, one in enumerate(ranks):  # 3 has closed its checkpointer before; 4 has a launcher
-        ends.gone(one, success=rank == 3)
-        ends.gone(one, success=False)
+        ends.on_disconnect(one, success=rank == 3)
+        ends.on_disconnect(one, success=False)
     [(step, end)] = launches.told
     assert step == "7.0" and end.memory and (end.cause, end.rank, end.host) == (Cause.CRASHED, 1, "n1")
     assert end.text == "rank 1 was ended: out of memory: the limit here is 4 GiB"
@@ -77,9 +77,9 @@ def test_the_kernel_has_ended_a_rank(ends: PlainEnds, launches: Launches) -> Non
 
 def test_a_rank_tells_of_its_exception(ends: PlainEnds, launches: Launches) -> None:
     one = client(0)
-    ends.raised(one, "ValueError at t.py:3", 7)
+    ends.record_exception(one, "ValueError at t.py:3", 7)
     ends.record_rank(one, "7.0", 2)
-    ends.raised(one, "ValueError at t.py:3", 7)
-    ends.gone(one, success=False)
+    ends.record_exception(one, "ValueError at t.py:3", 7)
+    ends.on_disconnect(one, success=False)
     [(_, end)] = launches.told
     assert end.text == "rank 2 ended with ValueError at t.py:3" and end.key == "ValueError at t.py:3 at step 7"

@@ -80,7 +80,7 @@ class Net:
         """Ranks of these nodes end in an attempt, each later than the one before, and all is judged."""
         version = 10 * (attempt + 1) if at is None else at
         for name, cause in causes.items():
-            self.agents[name].ended("7.0", attempt, NAMES.index(name), cause, version)
+            self.agents[name].report_end("7.0", attempt, NAMES.index(name), cause, version)
         self.settle()
 
 
@@ -102,7 +102,7 @@ def test_a_node_whose_rank_failed_first_twice_is_sick(net: Net) -> None:
     assert [net.agents[name].suspects_this_node for name in NAMES] == [False, False, True]
     net.end(1, n1=Cause.CONSEQUENCE, n3=Cause.DEVICE)
     assert net.found == [("n1", "n3", "rank 2 on n3 had an error of its device; 2 times its ranks failed first")]
-    assert all(agent.known() == ["n3"] for agent in net.agents.values())
+    assert all(agent.list_sick_nodes() == ["n3"] for agent in net.agents.values())
 
 
 def test_a_users_bug_is_told_and_speaks_against_no_node(net: Net) -> None:
@@ -150,8 +150,8 @@ def test_hangs_count(net: Net) -> None:
 
     def hung(least: Place, most: Place) -> None:
         standing = HangStanding(3, 3, 60.0, 0.0, 600.0, 1.0, least, most, True)
-        net.agents["n1"].hung(net.incarnations["n1"], standing)
-        net.agents["n1"].hung(net.incarnations["n1"], standing)  # it is said each second
+        net.agents["n1"].record_hang(net.incarnations["n1"], standing)
+        net.agents["n1"].record_hang(net.incarnations["n1"], standing)  # it is said each second
         net.settle()
 
     hung(place(4, 3, 1), place(4, 3, 2))
@@ -163,7 +163,7 @@ def test_hangs_count(net: Net) -> None:
 
 
 def test_a_red_node_is_sick_at_once(net: Net) -> None:
-    net.agents["n3"].unhealthy(2, "Xid 79")
+    net.agents["n3"].report_unhealthy(2, "Xid 79")
     net.carry()
     assert net.found == [("n1", "n3", "health check on n3: Xid 79")] and net.events == [("n3", "unhealthy", "Xid 79")]
     assert [net.agents[name].suspects_this_node for name in NAMES] == [False, False, True]
@@ -184,7 +184,7 @@ def test_strangers_are_not_heard(net: Net) -> None:
 
 def test_no_more_attempts_are_judged_at_a_time_than_there_is_room_for(net: Net) -> None:
     for attempt in range(1000):
-        net.agents["n1"].ended("7.0", attempt, 0, Cause.CRASHED, 10)
+        net.agents["n1"].report_end("7.0", attempt, 0, Cause.CRASHED, 10)
     assert len(net.judging) == len(net.agents["n1"]._open) == sick_nodes._MOST_OPEN
     net.settle()
     assert not net.agents["n1"]._open and len(net.agents["n1"]._judged) <= sick_nodes._MOST_OPEN

@@ -59,7 +59,7 @@ def test_a_full_disk_leaves_what_leads_to_a_new_round_and_nothing_of_an_earlier_
     assert not file.write(State(msgspec.structs.replace(ATTACH, restart=1)))
     assert StateFile(str(tmp_path)).read() is None
     file.full = False
-    assert file.again() and not file.problem
+    assert file.write_again() and not file.problem
     found = StateFile(str(tmp_path)).read()
     assert found is not None and found.attach.restart == 1 and found.plan is None
 

@@ -36,27 +36,27 @@ def told(t: float = 1.0, overhead: float | None = 0.01, j: int = 1) -> TrafficSt
 def test_the_newest_is_shown_and_every_overhead_joins_the_series() -> None:
     kept = StatsStore()
     for t, overhead, j in ((1.0, None, 1), (2.0, 0.5, 1), (3.0, 0.1, 4)):
-        kept.traffic("a", 3, told(t, overhead, j))
-    kept.traffic("a", 1, told(9.0, 0.2), saved=12)
-    kept.traffic("b", 3, told(9.0, 0.9))
-    assert kept.states("a", {3, 1, 7}) == ((1, told(9.0, 0.2)), (3, told(3.0, 0.1, 4)))
-    record = kept.record(RecordAsk("a", 3))
+        kept.store_traffic("a", 3, told(t, overhead, j))
+    kept.store_traffic("a", 1, told(9.0, 0.2), saved=12)
+    kept.store_traffic("b", 3, told(9.0, 0.9))
+    assert kept.list_summaries("a", {3, 1, 7}) == ((1, told(9.0, 0.2)), (3, told(3.0, 0.1, 4)))
+    record = kept.build_record(RecordAsk("a", 3))
     assert record is not None and record.timeline is None
     assert [(p.t, p.overhead, p.j) for p in record.series] == [(2.0, 0.5, 1), (3.0, 0.1, 4)]
-    other = kept.record(RecordAsk("a", 1))
+    other = kept.build_record(RecordAsk("a", 1))
     assert other is not None and [p.saved for p in other.series] == [12]
-    assert kept.record(RecordAsk("a", 2)) is None
+    assert kept.build_record(RecordAsk("a", 2)) is None
 
 
 def test_a_new_process_of_a_rank_begins_without_a_summary_but_with_what_was_kept() -> None:
     kept = StatsStore()
-    kept.traffic("a", 0, told())
+    kept.store_traffic("a", 0, told())
     kept.store_data("a", 0, KEY, b"profile")
-    kept.begun("a", 0)
-    kept.begun("a", 5)
-    assert kept.states("a", {0}) == ()
+    kept.drop_summary("a", 0)
+    kept.drop_summary("a", 5)
+    assert kept.list_summaries("a", {0}) == ()
     assert kept.recall("a", 0, KEY) == b"profile"
-    record = kept.record(RecordAsk("a", 0))
+    record = kept.build_record(RecordAsk("a", 0))
     assert record is not None and len(record.series) == 1
 
 
@@ -78,7 +78,7 @@ def test_the_series_is_bounded_and_keeps_its_ends() -> None:
     for n in range(100_000):
         series.add(float(n), 0.1, 1, n)
         assert len(series) <= stats_store.MAX_POINTS
-    times = [p.t for p in series.points()]
+    times = [p.t for p in series.list_points()]
     assert times[0] == 0.0 and times[-1] == 99_999.0 and times == sorted(times)
     assert len(times) > stats_store.MAX_POINTS // 2
     assert times[-100:] == [float(n) for n in range(99_900, 100_000)], "the newest are all there"
@@ -89,7 +89,7 @@ def test_all_together_are_bounded_and_the_longest_silent_goes(monkeypatch: pytes
     kept = StatsStore()
     for rank in range(200):
         kept.store_data("a", rank, KEY, b"x" * local.MAX_KEPT_BYTES)
-        kept.traffic("a", 0, told(float(rank)))
+        kept.store_traffic("a", 0, told(float(rank)))
         assert kept._bytes == sum(r.size_bytes for r in kept._ranks.values()) <= 1 << 20
     assert kept.recall("a", 0, KEY) is not None, "it told something all the time"
     assert kept.recall("a", 1, KEY) is None and kept.recall("a", 199, KEY) is not None
@@ -98,11 +98,11 @@ def test_all_together_are_bounded_and_the_longest_silent_goes(monkeypatch: pytes
 def test_a_rank_has_a_size() -> None:
     kept = StatsStore()
     kept.store_data("a", 0, KEY, b"x" * local.MAX_KEPT_BYTES)
-    kept.timeline("a", 0, LARGEST)
+    kept.store_timeline("a", 0, LARGEST)
     for n in range(1000):
-        kept.traffic("a", 0, told(float(n)))
+        kept.store_traffic("a", 0, told(float(n)))
     assert kept._bytes == kept._ranks["a", 0].size_bytes < 128 << 10
-    record = kept.record(RecordAsk("a", 0))
+    record = kept.build_record(RecordAsk("a", 0))
     assert record is not None and record.timeline == LARGEST
 
 
@@ -110,8 +110,8 @@ def test_a_picture_has_a_size() -> None:
     kept = StatsStore()
     ranks = range(2 * stats_store.MAX_SHOWN)
     for rank in ranks:
-        kept.traffic("a", rank, msgspec.structs.replace(told(), problem="\U0001f600" * 300))
-    states = kept.states("a", ranks)
+        kept.store_traffic("a", rank, msgspec.structs.replace(told(), problem="\U0001f600" * 300))
+    states = kept.list_summaries("a", ranks)
     assert len(states) == stats_store.MAX_SHOWN and states[0][0] == 0
     assert len(msgspec.msgpack.encode(states)) < 3 << 20
 

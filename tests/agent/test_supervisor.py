@@ -11,7 +11,7 @@ import argparse, sys
 from gemini_hpc.agent import __main__ as supervisor
 from gemini_hpc.config import Settings
 from gemini_hpc.node import oom
-supervisor._child = lambda settings, args, again, channel: 1
+supervisor._run_agent = lambda settings, args, again, channel: 1
 args = argparse.Namespace(job=1, uid=0, node="n1", dir=sys.argv[1])
 sys.exit(supervisor._supervise(Settings(agent_restarts=int(sys.argv[2])), args, oom.OwnScore()))
 """

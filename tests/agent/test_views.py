@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.agent.daemon import _view
+from gemini_hpc.agent.daemon import _build_view
 from gemini_hpc.wire.local import Attach
 
 
@@ -13,11 +13,11 @@ from gemini_hpc.wire.local import Attach
 )
 def test_a_spare_that_the_copies_need_is_none(nodes: int, replicas: int, spares: int, wanted: int) -> None:
     nodelist = f"n[1-{nodes}]" if nodes > 1 else "n1"
-    view = _view(Attach(7, 0, nodelist, "n1", replicas, spares=spares))
+    view = _build_view(Attach(7, 0, nodelist, "n1", replicas, spares=spares))
     assert (view.wanted, view.spares) == (wanted, nodes - wanted)
 
 
 @pytest.mark.parametrize("lost", [("n1",), ("n9",)])
 def test_what_cannot_be_lost(lost: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="n1 is not in the node list"):
-        _view(Attach(7, 0, "n[1-3]", "n1", 2, spares=1, lost=lost))
+        _build_view(Attach(7, 0, "n[1-3]", "n1", 2, spares=1, lost=lost))

@@ -60,7 +60,7 @@ def resumes_nothing() -> None:
 
 def tells_once() -> None:
     """Agents of a job that has ended tell nobody of the death that has ended it, as up to November 2026."""
-    Agent.deaths_matter = lambda self, now: not self.membership.detached  # type: ignore[method-assign]
+    Agent.should_report_deaths = lambda self, now: not self.membership.detached  # type: ignore[method-assign]
 
 
 def looks_away() -> None:
@@ -71,7 +71,7 @@ def looks_away() -> None:
         if incarnation is not None and not incarnation.mesh.dead:
             incarnation.mesh.detector.watching = False
 
-    Agent._watch_on = watch  # type: ignore[method-assign]
+    Agent._stop_watching = watch  # type: ignore[method-assign]
 
 
 def no_user_budget() -> None:

@@ -285,12 +285,12 @@ def losses_are_not_told() -> None:
 @spared
 def nobody_waits() -> None:
     """Views: a job goes on at once without nodes that are only cut off, and hold something alone."""
-    patch(Rescue, "out_of_reach", lambda self, dead: False)
+    patch(Rescue, "are_sole_holders", lambda self, dead: False)
 
     async def at_once(self: Spares, incarnation: Incarnation) -> None:
         return
 
-    patch(Spares, "_hear_of_suspects", at_once)
+    patch(Spares, "_wait_for_suspects", at_once)
 
 
 @spared
@@ -313,7 +313,7 @@ def live(broken: Callable[[], None]) -> Callable[[], None]:
 @live
 def nobody_copies_live_state() -> None:
     """Rescue: what lives in tensors is lost with its holders."""
-    patch(Rescue, "died", lambda self: None)
+    patch(Rescue, "on_death", lambda self: None)
 
 
 @live
@@ -339,7 +339,7 @@ def no_outlines() -> None:
 @live
 def only_who_keeps_outlines() -> None:
     """Rescue: what other living ranks were about to save is left where it is."""
-    patch(Rescue, "_concerned", lambda self: sorted({key[0] for key in self._orphans()}))
+    patch(Rescue, "_list_affected_trainings", lambda self: sorted({key[0] for key in self._list_orphans()}))
 
 
 @live
@@ -351,7 +351,7 @@ def nobody_waits_for_the_living() -> None:
     async def at_once(self: Rescue, channel: RescueChannel) -> int:
         return channel.rank
 
-    patch(Rescue, "_at_work", at_once)
+    patch(Rescue, "_wait_for_own_slot", at_once)
 
 
 @live
