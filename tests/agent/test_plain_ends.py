@@ -34,7 +34,7 @@ class Kernel:
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
-    def happened(self) -> bool:
+    def has_happened(self) -> bool:
         return self._pid in self.ended
 
     def describe_kill(self) -> str:
