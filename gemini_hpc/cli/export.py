@@ -164,7 +164,7 @@ def _write_export(where: str, manifest: VersionManifest, form: str, path: str, o
     """
     from gemini_hpc.train.state import full_state
 
-    found = full_state.read(where, manifest)
+    found = full_state.read_whole(where, manifest)
     if form == "safetensors":
         about = {
             "job": str(manifest.job),

@@ -49,7 +49,7 @@ from gemini_hpc.format.dtypes import get_item_bytes
 from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
 from gemini_hpc.integrations.session import NOTE, StackSession, VersionPart
 from gemini_hpc.train.state import encode
-from gemini_hpc.train.state.full_state import Whole, as_state, put_back
+from gemini_hpc.train.state.full_state import Whole, as_state, put_lifted_back
 from gemini_hpc.train.state.restore import MemoryReader, SavedShard
 from gemini_hpc.train.state.torch_dtypes import find_dtype, name_dtype
 from gemini_hpc.wire.stored import Tier
@@ -289,7 +289,7 @@ class GeminiReader(MemoryReader):
         }
         keys = {id(tensor): key for key, tensor in stand_ins.items()}
         whole = Whole(stand_ins, rows, dict(shards[0].manifest.aliases), shards[0].decode_small(enums=False))
-        put_back(whole)
+        put_lifted_back(whole)
         flat, self.metadata.planner_data = flatten_state_dict(as_state(whole))
         chunks, known = self.metadata.state_dict_metadata, dict[str, Any]()
         for name, value in flat.items():

@@ -384,7 +384,7 @@ class StackSession:
         """
         self._session.require_agent()
         reply, fd = self._session.fetch(rank)
-        saved = SavedShard.read(map_copy(fd, reply.used), reply.bytes)
+        saved = SavedShard.from_slot(map_copy(fd, reply.used), reply.bytes)
         if (saved.header.stamp.version, saved.header.rank) != (self._session.welcome.chosen_version, rank):
             raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
         return saved

@@ -289,7 +289,7 @@ class Restorer:
         reply, fd = self._session.fetch(rank)
         if rank == self._session.rank:
             self._own_copy = Content(reply.epoch, reply.version, reply.used, reply.digest)
-        saved = restore.SavedShard.read(map_copy(fd, reply.used), reply.bytes)
+        saved = restore.SavedShard.from_slot(map_copy(fd, reply.used), reply.bytes)
         if (saved.header.stamp.version, saved.header.rank) != (reply.version, rank):
             raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
         return saved

@@ -286,13 +286,15 @@ def test_the_names_follow_the_groups(tmp_path: Path) -> None:
     groups = optimizer.param_groups
     groups[0]["params"][0], groups[1]["params"][0] = groups[1]["params"][0], groups[0]["params"][0]
     where = store(tmp_path / "tier", [train(tree)])
-    found = full_state.as_state(full_state.read(str(where), version.parse((where / version.MANIFEST).read_bytes())))
+    found = full_state.as_state(
+        full_state.read_whole(str(where), version.parse((where / version.MANIFEST).read_bytes()))
+    )
     assert [group["params"][0] for group in found["optimizer"]["param_groups"]] == ["0.weight", "0.bias"]
 
 
 def test_a_version_of_before_has_no_names(tmp_path: Path) -> None:
     where = version_of(tmp_path / "tier")
-    found = full_state.read(str(where), version.parse((where / version.MANIFEST).read_bytes()))
+    found = full_state.read_whole(str(where), version.parse((where / version.MANIFEST).read_bytes()))
     del found.small["members"]
     (group,) = full_state.as_state(found)["optimizer"]["param_groups"]
     assert group["lr"] == 0.1 and "params" not in group

@@ -434,7 +434,7 @@ def capture_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Capt
     leaves, _ = tree.find_leaves()
     described = [tree.describe(leaf, 1) for leaf in leaves]
     rows, entries = tuple(r for r, _ in described), [e for _, e in described]
-    blocks = ownership.deal([entries])[0]
+    blocks = ownership.deal_blocks([entries])[0]
     manifest = ShardManifest(0, 1, rows, place(rows, [(b.entry, b.offset, b.size) for b in blocks]))
     capture = Capture(manifest, leaves, entries, blocks)
     capture.bind(leaves)

@@ -241,13 +241,13 @@ class Played:
 
 
 def test_memory_that_is_not_torchs_alone(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    bring = Capture.bring
+    copy_pairs = Capture.copy_pairs
 
     def late(*args: Any) -> float:
         time.sleep(0.05)
-        return bring(*args)
+        return copy_pairs(*args)
 
-    monkeypatch.setattr(Capture, "bring", late)
+    monkeypatch.setattr(Capture, "copy_pairs", late)
 
     def once(seed: int) -> tuple[int, list[float]]:
         torch.manual_seed(seed)

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.train.state.ownership import Block, TensorEntry, deal, find_unequal
+from gemini_hpc.train.state.ownership import Block, TensorEntry, deal_blocks, find_unequal
 
 Shape = tuple[int, ...]
 
@@ -44,7 +44,7 @@ def test_every_cell_has_one_keeper(replicated: list[Shape], sharded: list[Shape]
         for rank in range(world)
     ]
     assert not find_unequal(entries)
-    dealt = deal(entries)
+    dealt = deal_blocks(entries)
     kept: dict[str, list[Shape]] = {}
     for rank, blocks in enumerate(dealt):
         for block in blocks:
@@ -60,7 +60,7 @@ def test_every_cell_has_one_keeper(replicated: list[Shape], sharded: list[Shape]
             assert sorted(set(found)) == wanted and len(found) == world * len(wanted)
         else:
             assert sorted(found) == wanted
-    assert deal(entries) == dealt
+    assert deal_blocks(entries) == dealt
 
 
 def gpt(layers: int, dim: int, vocabulary: int) -> list[tuple[str, Shape]]:
@@ -72,7 +72,7 @@ def gpt(layers: int, dim: int, vocabulary: int) -> list[tuple[str, Shape]]:
 
 
 def balance(entries: list[list[TensorEntry]]) -> float:
-    loads = bytes_of(entries, deal(entries))
+    loads = bytes_of(entries, deal_blocks(entries))
     return max(loads) * len(loads) / sum(loads)
 
 
@@ -97,7 +97,9 @@ def test_one_huge_tensor_is_split() -> None:
 
 def test_full_ownership_keeps_everything_everywhere() -> None:
     entries = [[whole("a", (7, 3)), whole("b", ())] for _ in range(3)]
-    assert all([(b.entry, b.size) for b in blocks] == [(0, (7, 3)), (1, ())] for blocks in deal(entries, "full"))
+    assert all(
+        [(b.entry, b.size) for b in blocks] == [(0, (7, 3)), (1, ())] for blocks in deal_blocks(entries, "full")
+    )
 
 
 def test_what_differs_is_recognised() -> None:

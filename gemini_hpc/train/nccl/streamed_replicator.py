@@ -59,7 +59,7 @@ class StreamedReplicator(Replicator):
         """Return the reason why this rank has nothing of a version that the others send over NCCL."""
         if len(job.small) > self._layout.small_capacity:
             try:
-                self._grow(len(job.small))
+                self._enlarge_for_small(len(job.small))
             except (AgentLost, AgentRefused) as error:
                 return str(error)
             self._driver.small_capacity = self._layout.small_capacity
@@ -76,7 +76,7 @@ class StreamedReplicator(Replicator):
             try:
                 box.offer(Head(version, 0, self._layout.total, ()))
             except LinkBroken as error:
-                self._drop(rank, error, version)
+                self._drop_link(rank, error, version)
 
     def _begin_version(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
         granted = self._driver.desk.claim_for_link(self._me.rank, job.version)
@@ -114,7 +114,7 @@ class StreamedReplicator(Replicator):
         finally:
             self._apart = False
 
-    def _spread(self, version: int, slot: TensorSlot, used: int) -> str:
+    def _send_to_holders(self, version: int, slot: TensorSlot, used: int) -> str:
         if not self._apart or self._driver.problem:
             return self._send_all(version, slot, used)
         layout = self._layout
@@ -141,7 +141,7 @@ class StreamedReplicator(Replicator):
                     sent.wait()
                 box.finish(told)
             except LinkBroken as error:
-                self._drop(rank, error, version)
+                self._drop_link(rank, error, version)
             self._pacer.record_progress()
         return told
 
@@ -158,7 +158,7 @@ class StreamedReplicator(Replicator):
 
     def _send_all(self, version: int, slot: TensorSlot, used: int) -> str:
         """Send a version whose tensors do not go over NCCL, in chunks of announced sizes. Return its digest."""
-        pacer, outstanding, accepting = self._pacer, self._outstanding, self._offer(version, used)
+        pacer, outstanding, accepting = self._pacer, self._outstanding, self._offer_to_holders(version, used)
         told = digest(slot.view()[:used])
         for replica, rank, box in accepting:
             assert isinstance(box, MessageOutbox)
@@ -174,7 +174,7 @@ class StreamedReplicator(Replicator):
                 box.finish(told)
             except LinkBroken as error:
                 outstanding.drain()
-                self._drop(rank, error, version)
+                self._drop_link(rank, error, version)
             pacer.record_progress()
         return told
 

@@ -119,7 +119,7 @@ class Replica:
         try:
             with self._keeper.writing:
                 if self._keeper.grants == writing.grants:
-                    return capture.bring(job, self._list_pairs(job, shard, writing.index))
+                    return capture.copy_pairs(job, self._list_pairs(job, shard, writing.index))
                 writing.whole = False  # the memory now belongs to another agent
                 return 0.0
         except (KeyError, ValueError, RuntimeError):  # a tensor has changed its shape or is gone

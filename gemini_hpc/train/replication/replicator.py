@@ -174,7 +174,7 @@ class Replicator(TensorShardOwner):
             try:
                 box.say_goodbye()
             except LinkBroken as error:
-                self._drop(rank, error, 0)
+                self._drop_link(rank, error, 0)
 
     def _adopt(self, plan: Plan) -> None:
         assert self.shard is not None
@@ -209,7 +209,7 @@ class Replicator(TensorShardOwner):
         if job.ready is None:  # no device: a device's copies run beside everything else
             self._pacer.wait_for_lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
         if not job.start():
-            self._abort(job, slot_index)
+            self._abort_version(job, slot_index)
             return self._skip(job, "the training did not wait for the slot")
         layout = self._layout
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
@@ -225,7 +225,7 @@ class Replicator(TensorShardOwner):
         if self._replicas and not together:
             self._client.post(local.Unfilled(training=self._me.training, rank=self._me.rank, version=job.version))
         if not slot.has_manifest:
-            self._capture.clean(area)
+            self._capture.clear_padding(area)
         took_s = self._capture.copy(job, slot_index, area, stays)
         replicas = [replica for replica in sharing if replica.begin_fill(job, self._capture)]
         took_s += sum(replica.copy_pieces(job, self._capture) for replica in replicas)
@@ -270,7 +270,7 @@ class Replicator(TensorShardOwner):
     def _declare_void(self, job: CaptureJob, slot_index: int, changed: Sequence[str]) -> None:
         """Give the version up, because these tensors changed too early."""
         job.give_up()
-        self._abort(job, slot_index)
+        self._abort_version(job, slot_index)
         self.counters.void += 1
         self._say(
             "void",
@@ -289,13 +289,13 @@ class Replicator(TensorShardOwner):
             self._pacer.record_wait()
         self.counters.copy_s += clock.monotonic() - began
         began = job.copied_at = clock.monotonic()
-        told = self._spread(job.version, slot, used)
+        told = self._send_to_holders(job.version, slot, used)
         job.arrived_at = clock.monotonic()
         self.counters.send_s += job.arrived_at - began
         if self._refused is not None:
             # The holder's slot pair may not have begun this version. The holder then cannot prove that the version
             # will never arrive. A copy completed here could never be abandoned, and no later version could begin.
-            self._abort(job, slot_index)
+            self._abort_version(job, slot_index)
             return self._give_up(job, self._refused, bereaved=self._bereaved)
         slot.content = Content(self._me.epoch, job.version, used, told)  # digest "": the commit record will have it
         try:
@@ -321,9 +321,9 @@ class Replicator(TensorShardOwner):
         assert self.shard is not None
         self._catch_up()
         if len(job.small) > self._layout.small_capacity:
-            self._grow(len(job.small))
+            self._enlarge_for_small(len(job.small))
         elif self._layout.total != self.shard.total_bytes:
-            self._enlarge(self._layout)
+            self._enlarge_slots(self._layout)
         reply, _ = self._client.request(
             local.BeginVersion(training=self._me.training, rank=self._me.rank, version=job.version)
         )
@@ -343,12 +343,12 @@ class Replicator(TensorShardOwner):
         slot.content = Content()
         return reply.slot, slot
 
-    def _grow(self, small_bytes: int) -> None:
+    def _enlarge_for_small(self, small_bytes: int) -> None:
         """Get larger slots, because the small state has outgrown its place."""
         old = self._layout
-        self._enlarge(SlotLayout.plan(old.manifest_bytes, old.tensor_bytes, choose_small_capacity(small_bytes)))
+        self._enlarge_slots(SlotLayout.plan(old.manifest_bytes, old.tensor_bytes, choose_small_capacity(small_bytes)))
 
-    def _enlarge(self, layout: SlotLayout) -> None:
+    def _enlarge_slots(self, layout: SlotLayout) -> None:
         """Get slots of this layout from the agent.
 
         Raises:
@@ -361,13 +361,13 @@ class Replicator(TensorShardOwner):
         self.outgrow(shard)
         self._layout = layout
 
-    def _abort(self, job: CaptureJob, slot_index: int) -> None:
+    def _abort_version(self, job: CaptureJob, slot_index: int) -> None:
         with suppress(AgentLost, AgentRefused):  # an agent that is gone, or has gone on, has voided it
             self._client.request(
                 local.Abort(training=self._me.training, rank=self._me.rank, version=job.version, slot=slot_index)
             )
 
-    def _drop(self, rank: int, error: LinkBroken, version: int) -> None:
+    def _drop_link(self, rank: int, error: LinkBroken, version: int) -> None:
         box = self._outboxes.get(rank) if isinstance(error, VersionLost) else self._outboxes.pop(rank, None)
         if box is not None:
             self._say("degraded", version, f"the link to rank {rank} broke: {error}")
@@ -382,7 +382,7 @@ class Replicator(TensorShardOwner):
         self._say("refused", version, self._refused)
         self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
 
-    def _spread(self, version: int, slot: TensorSlot, used: int) -> str:
+    def _send_to_holders(self, version: int, slot: TensorSlot, used: int) -> str:
         """Send the slot's used bytes to every holder that accepts them, one holder after the other.
 
         This is Algorithm 2, lines 21 to 23.
@@ -391,7 +391,7 @@ class Replicator(TensorShardOwner):
             The digest of the bytes; "" where the agents alone make it.
         """
         pacer = self._pacer
-        for replica, rank, box in self._offer(version, used):
+        for replica, rank, box in self._offer_to_holders(version, used):
             assert isinstance(box, GrantOutbox)
             total = used - size_of(box.present)
             self.counters.kept_bytes += used - total
@@ -401,7 +401,7 @@ class Replicator(TensorShardOwner):
                 pacer.record_delivery(replica)
                 self._count_sent(total)
             except LinkBroken as error:
-                self._drop(rank, error, version)
+                self._drop_link(rank, error, version)
             pacer.record_progress()
         return ""
 
@@ -409,7 +409,7 @@ class Replicator(TensorShardOwner):
         self.counters.sent_bytes += sent
         self._sent.append(sent)
 
-    def _offer(self, version: int, used: int) -> Sequence[tuple[int, int, Outbox]]:
+    def _offer_to_holders(self, version: int, used: int) -> Sequence[tuple[int, int, Outbox]]:
         """Offer the version to every holder.
 
         Returns:
@@ -424,7 +424,7 @@ class Replicator(TensorShardOwner):
                 else:
                     self._record_refusal(rank, version)
             except LinkBroken as error:
-                self._drop(rank, error, version)
+                self._drop_link(rank, error, version)
             self._pacer.record_progress()
         return accepting
 

@@ -95,7 +95,7 @@ class Rescuer:
                 return
             self._sock = sock = socket.socket(fileno=fds[0])
             try:
-                self._serve(sock)
+                self._serve_requests(sock)
             except (OSError, msgspec.MsgspecError):
                 pass
             finally:
@@ -103,7 +103,7 @@ class Rescuer:
                 sock.close()
             self._closed.wait(_RETRY_S)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve_requests(self, sock: socket.socket) -> None:
         """Answer the agent's requests until it hangs up."""
         while not self._closed.is_set():
             sock.settimeout(None)
@@ -141,13 +141,13 @@ class Rescuer:
                     over = job.done.wait(min(message.wait_s, max(0.0, deadline - clock.monotonic())))
                     sock.send(local.encode(local.Copied(job.saved) if over else local.Standing(job.version)))
                     continue
-                why = self._copy(job, message, fds)
+                why = self._copy_tensors(job, message, fds)
                 sock.send(local.encode(local.Copied(not why, why[:200])))
             finally:
                 for fd in fds:
                     os.close(fd)
 
-    def _copy(self, job: CaptureJob, order: local.CopyLive, fds: list[int]) -> str:
+    def _copy_tensors(self, job: CaptureJob, order: local.CopyLive, fds: list[int]) -> str:
         """Fill in the tensors of a slot. Return the reason for a failure, or ""."""
         if len(fds) != 1 or order.version != job.version:
             return f"this rank stands at version {job.version}"
@@ -158,7 +158,7 @@ class Rescuer:
             pieces = overlap.find_pieces(manifest, layout, own)
             if len(pieces) != len(manifest.pieces):
                 return f"{len(manifest.pieces) - len(pieces)} of its {len(manifest.pieces)} pieces are not here"
-            capture.read(job, overlap.prepare_pairs(pieces, own, job.memory, memory))
+            capture.copy_pairs_concurrently(job, overlap.prepare_pairs(pieces, own, job.memory, memory))
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         return ""

@@ -395,13 +395,13 @@ class Capture:
             without: Numbers of pieces that the slot already has.
 
         Returns:
-            The duration in seconds, see `bring`.
+            The duration in seconds, see `copy_pairs`.
         """
         targets, pieces = self._view_pieces(index, area), enumerate(self.list_pieces(job))
         job.unchanged = without
-        return self.bring(job, [(targets[number], piece) for number, piece in pieces if number not in without])
+        return self.copy_pairs(job, [(targets[number], piece) for number, piece in pieces if number not in without])
 
-    def clean(self, area: torch.Tensor) -> None:
+    def clear_padding(self, area: torch.Tensor) -> None:
         """Set the bytes between the pieces to zero.
 
         A holder that fills this shard from its own tensors has zeros there, too.
@@ -411,7 +411,7 @@ class Capture:
             area[at : piece.at].zero_()
             at = piece.at + self.manifest.count_bytes(piece)
 
-    def bring(self, job: CaptureJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    def copy_pairs(self, job: CaptureJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Copy from the second of each pair into the first.
 
         Args:
@@ -437,8 +437,8 @@ class Capture:
                 torch._foreach_copy_(small_to, small_from)
         return clock.monotonic() - began
 
-    def read(self, job: CaptureJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy as `bring` does, from a thread beside the one that saves.
+    def copy_pairs_concurrently(self, job: CaptureJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy as `copy_pairs` does, from a thread beside the one that saves.
 
         The copies run on a stream of their own, because the training's streams may be blocked forever.
         """

@@ -28,7 +28,7 @@ def _choose_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def _gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([parts], [mine]).wait()
     return parts
@@ -41,19 +41,19 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     """
     group = group if group is not None else _get_default_group()
     device = _choose_device(group)
-    lengths = _gather(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
+    lengths = _gather_tensors(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
     sizes = [int(n.item()) for n in lengths]
     padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    parts = _gather(padded.to(device), group)
+    parts = _gather_tensors(padded.to(device), group)
     return [part[:size].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 def gather_word(value: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Return a 64-bit number from every rank, in rank order. The call is collective."""
     group = group if group is not None else _get_default_group()
-    parts = _gather(torch.tensor([value], dtype=torch.int64, device=_choose_device(group)), group)
+    parts = _gather_tensors(torch.tensor([value], dtype=torch.int64, device=_choose_device(group)), group)
     return [int(part.item()) for part in parts]
 
 

@@ -74,7 +74,7 @@ def encode(value: Any, where: str = "state") -> bytes:
         UnknownTypeError: A value in it has no encoding. The message has its path below `where` and its type.
     """
     out: list[bytes] = []
-    _put(out, value, where, 0)
+    _put_value(out, value, where, 0)
     return b"".join(out)
 
 
@@ -118,7 +118,7 @@ def encode_around(
         UnknownTypeError: A value in it has no encoding.
     """
     out = _Around(defers)
-    _put(out, value, where, 0)
+    _put_value(out, value, where, 0)
     if not out.deferred:
         return b"".join(out), None
     data, starts = bytearray(b"".join(out)), list(accumulate(map(len, out), initial=0))
@@ -169,22 +169,22 @@ def _put_items(out: list[bytes], tag: bytes, items: Iterable[Any], count: int, w
     out.append(tag)
     out.append(_COUNT.pack(count))
     for index, item in enumerate(items):
-        _put(out, item, f"{where}[{index}]", depth + 1)
+        _put_value(out, item, f"{where}[{index}]", depth + 1)
 
 
 def _put_mapping(out: list[bytes], tag: bytes, value: dict[Any, Any], where: str, depth: int) -> None:
     out.append(tag)
     out.append(_COUNT.pack(len(value)))
     for key, item in value.items():
-        _put(out, key, f"{where} (key {key!r})", depth + 1)
-        _put(out, item, f"{where}[{key!r}]", depth + 1)
+        _put_value(out, key, f"{where} (key {key!r})", depth + 1)
+        _put_value(out, item, f"{where}[{key!r}]", depth + 1)
 
 
 def _put_set(out: list[bytes], tag: bytes, value: Iterable[Any], count: int, where: str, depth: int) -> None:
     members: list[bytes] = []
     for item in value:
         member: list[bytes] = []
-        _put(member, item, f"{where}{{{item!r}}}", depth + 1)
+        _put_value(member, item, f"{where}{{{item!r}}}", depth + 1)
         members.append(b"".join(member))
     out.append(tag)
     out.append(_COUNT.pack(count))
@@ -302,7 +302,7 @@ def _put_datetime(out: list[bytes], value: datetime.datetime, where: str) -> Non
     _put_sized(out, b"w", (value.isoformat() + "~" * value.fold).encode())
 
 
-def _put(out: list[bytes], value: Any, where: str, depth: int) -> None:
+def _put_value(out: list[bytes], value: Any, where: str, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise UnknownTypeError(f"{where} is nested deeper than {MAX_DEPTH} levels (does it contain itself?)")
     put = _EXACT.get(type(value))
@@ -319,7 +319,7 @@ def _put(out: list[bytes], value: Any, where: str, depth: int) -> None:
     elif isinstance(value, enum.Enum) and _has_name(value):
         out.append(b"E")
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        _put(out, (name, value.name), where, depth + 1)
+        _put_value(out, (name, value.name), where, depth + 1)
     else:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         hint = (

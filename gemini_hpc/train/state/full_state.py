@@ -83,7 +83,7 @@ def _read_piece(reader: NodeFileReader, manifest: ShardManifest, piece: Piece) -
     return torch.frombuffer(reader.read_piece(manifest, piece), dtype=torch.uint8)
 
 
-def read(where: str, manifest: version.VersionManifest) -> Whole:
+def read_whole(where: str, manifest: version.VersionManifest) -> Whole:
     """Read the version from its directory `where`.
 
     Raises:
@@ -125,11 +125,11 @@ def _join_shards(shards: Iterable[SavedShard]) -> Whole:
         covered = _count_covered(have[key], tensor.ndim) if key in have else tensor.numel()
         if covered != tensor.numel():
             raise ValueError(f"{key} is not whole: {covered} of {tensor.numel()} elements")
-    put_back(whole)
+    put_lifted_back(whole)
     return whole
 
 
-def put_back(whole: Whole) -> None:
+def put_lifted_back(whole: Whole) -> None:
     """Put the tensors lifted out of small states back into rank 0's, the only one that is kept."""
     keys = [key for key, row in whole.rows.items() if row.optimizer == LIFTED]
     found = {key: whole.tensors.pop(key) for key in keys}

@@ -138,7 +138,7 @@ def lay_out(
     """
     rows, entries = list(draft.rows), list(draft.entries)
     alone = ownership.find_unequal(gathered) | apart
-    dealt = ownership.deal([[e for e in part if e.key not in alone] for part in gathered], mode)
+    dealt = ownership.deal_blocks([[e for e in part if e.key not in alone] for part in gathered], mode)
     shared = [i for i, row in enumerate(rows) if row.shared and row.key not in alone]
     blocks = [msgspec.structs.replace(b, entry=shared[b.entry]) for b in dealt[rank]]
     for i in sorted(set(range(len(rows))) - set(shared)):  # a local part, captured as this rank's own tensor

@@ -61,7 +61,7 @@ class TensorPlace(NamedTuple):
         return found
 
 
-def _walk(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[nn.Module, str, bool]]:
+def _walk_modules(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[nn.Module, str, bool]]:
     """Yield each module with the prefix of its names, and whether DDP keeps it equal."""
     if type(m).__name__ == "FullyShardedDataParallel":
         raise UnsupportedStateError(
@@ -74,14 +74,14 @@ def _walk(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[nn.Modu
     for key, child in m._modules.items():
         if child is not None:
             inner = prefix if key in unnamed else f"{prefix}{key}."
-            yield from _walk(child, inner, replicated or isinstance(m, DistributedDataParallel))
+            yield from _walk_modules(child, inner, replicated or isinstance(m, DistributedDataParallel))
 
 
 def _find_ignored(root: nn.Module, prefix: str) -> set[str]:
     """Return the names that DDP is set to ignore."""
     return {
         f"{where}{name}"
-        for m, where, _ in _walk(root, prefix, False)
+        for m, where, _ in _walk_modules(root, prefix, False)
         if isinstance(m, DistributedDataParallel)
         for name in m.parameters_to_ignore
     }
@@ -128,7 +128,7 @@ class Modules:
         dicts: list[Mapping[str, Any]] = []
         for prefix, root in self.roots.items():
             ignored = _find_ignored(root, prefix)
-            for m, where, replicated in _walk(root, prefix, False):
+            for m, where, replicated in _walk_modules(root, prefix, False):
                 self._modules.setdefault(where, m)
                 if extra_state.is_given_by(m):
                     self.with_extra[where + extra_state.KEY] = m

@@ -111,7 +111,7 @@ def _is_tiled(shape: tuple[int, ...], boxes: frozenset[_Box]) -> bool:
     return True
 
 
-def deal(entries: Sequence[Sequence[TensorEntry]], mode: Ownership = "split") -> list[list[Block]]:
+def deal_blocks(entries: Sequence[Sequence[TensorEntry]], mode: Ownership = "split") -> list[list[Block]]:
     """Return for every rank the blocks that it keeps, in the order of its entries.
 
     The function is pure, so all ranks come to the same result from the same gathered lists.
@@ -142,7 +142,7 @@ def deal(entries: Sequence[Sequence[TensorEntry]], mode: Ownership = "split") ->
                 load[rank] += entry.bytes
         else:
             holders = dict(having)
-            shared.extend((size, offset, box, holders) for size, offset, box in _cut(entry, block_bytes))
+            shared.extend((size, offset, box, holders) for size, offset, box in _cut_blocks(entry, block_bytes))
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for size, offset, box, holders in sorted(shared, key=lambda block: -block[0]):
         ranks = tuple(holders)
@@ -158,7 +158,7 @@ def deal(entries: Sequence[Sequence[TensorEntry]], mode: Ownership = "split") ->
     return kept
 
 
-def _cut(entry: TensorEntry, block_bytes: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def _cut_blocks(entry: TensorEntry, block_bytes: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Cut an entry into blocks of whole rows, as equal as possible, none much above `block_bytes`.
 
     Returns:

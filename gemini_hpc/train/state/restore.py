@@ -48,7 +48,7 @@ class SavedShard:
     small_raw: bytes
 
     @classmethod
-    def read(cls, memory: torch.Tensor, total_bytes: int) -> SavedShard:
+    def from_slot(cls, memory: torch.Tensor, total_bytes: int) -> SavedShard:
         """Parse the used bytes of a slot.
 
         Args:
@@ -372,7 +372,7 @@ def load(
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise ValueError(f"the saved state does not fit this training: {'; '.join(problems[:3])}{more}")
         for targets in rounds:
-            _read(targets, reader)
+            _read_targets(targets, reader)
         tree.restore_small(small, same_world=same_world)
     return small
 
@@ -397,12 +397,12 @@ def _restore_lifted(small: dict[str, Any], reader: MemoryReader, own: SavedShard
     targets: dict[str, torch.Tensor] = {}
     for wanted in lifted.list_lifted(small):
         tensor = loaded[wanted.key] = lifted.allocate_tensor(wanted)
-        key, why = _find(reader, (f"rank{own.manifest.rank}:{wanted.key}", wanted.key), tensor)
+        key, why = _find_saved(reader, (f"rank{own.manifest.rank}:{wanted.key}", wanted.key), tensor)
         if why:
             raise ValueError(f"the saved state is not whole: {wanted.key} {why}")
         targets[key] = tensor
     if targets:
-        _read(targets, reader)
+        _read_targets(targets, reader)
     found: dict[str, Any] = lifted.put_back(small, loaded)
     return found
 
@@ -411,7 +411,7 @@ def _is_mine(row: TensorRow, steps: Sequence[set[str]]) -> bool:
     return row.optimizer < 0 or (row.optimizer < len(steps) and row.owner in steps[row.optimizer])
 
 
-def _read(targets: dict[str, torch.Tensor], reader: StorageReader) -> None:
+def _read_targets(targets: dict[str, torch.Tensor], reader: StorageReader) -> None:
     """Read the targets through DCP.
 
     Raises:
@@ -453,10 +453,10 @@ def _find_source(reader: MemoryReader, own: SavedShard, leaf: Leaf, rank: int) -
     names = [leaf.key, f"rank{rank}:{leaf.key}", f"rank{own.manifest.rank}:{leaf.key}"]
     if leaf.key in own.manifest.aliases:  # tied in the saved run, not in this one
         names.append(own.manifest.aliases[leaf.key])
-    return _find(reader, names, leaf.tensor)
+    return _find_saved(reader, names, leaf.tensor)
 
 
-def _find(reader: MemoryReader, names: Sequence[str], tensor: torch.Tensor) -> tuple[str, str]:
+def _find_saved(reader: MemoryReader, names: Sequence[str], tensor: torch.Tensor) -> tuple[str, str]:
     """Return the first name with a saved tensor, and the reason why `tensor` cannot be filled from it or ""."""
     known = [name for name in names if name in reader.metadata.state_dict_metadata]
     if not known:

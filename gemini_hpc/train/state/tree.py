@@ -273,12 +273,12 @@ class StateTree:
         self.comm_hooks = CommHooks(ddps)
         self.begins_anew: list[str] = []  # sentences about the last restore: state that begins anew
         self._modules = Modules({"model.": root, **{f"extra.{n}.": m for n, m in extra_modules.items()}})
-        self._find()
+        self._find_parameters()
         self._built = {name: get_local(tensor).shape for name, tensor in self.buffers.items()}
         self._trained = {param.fqn: param.tensor.requires_grad for param in self.params}  # at construction
         self._changed: dict[str, bool] = {}
 
-    def _find(self) -> None:
+    def _find_parameters(self) -> None:
         known = {p.fqn: p.tensor for p in self.params}
         known |= {alias: known[name] for alias, name in self.aliases.items()}
         params: dict[int, Param] = {}
@@ -348,7 +348,7 @@ class StateTree:
         if self._modules.is_current() and are_same(_list_grouped(self.optimizers), self._stepped):
             return
         self._modules.find()
-        self._find()
+        self._find_parameters()
         self.found_anew += 1
 
     @property

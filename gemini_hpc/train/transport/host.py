@@ -56,7 +56,7 @@ class _HostOutbox(GrantOutbox):
             with suppress(VersionLost):  # the agent may have closed the channel long ago
                 return self._send_offer(offer)
         self.close()
-        self._channel = _Channel(*self._transport.open(self._rank))
+        self._channel = _Channel(*self._transport.open_channel(self._rank))
         return self._send_offer(offer)
 
     def _send_offer(self, offer: local.PushOffer) -> bool:
@@ -201,7 +201,7 @@ class HostTransport:
         """Use the rank's new connection to its agent."""
         self._client = client
 
-    def open(self, rank: int) -> tuple[int, GrantWriter]:
+    def open_channel(self, rank: int) -> tuple[int, GrantWriter]:
         """Open a new channel to the holder where `rank` runs. Return its descriptor and its grant page.
 
         Raises:
