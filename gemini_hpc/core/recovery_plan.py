@@ -12,7 +12,7 @@
 
 With parity (`core.parity`) a shard whose copy is lost counts as present if it can be rebuilt. All other shards of
 its stripe must be present, and the parity beside each of them must be made of these very shards. The home rebuilds
-the shard (`Made`), and each node rebuilds the parity that it lacks.
+the shard (`RebuiltCopy`), and each node rebuilds the parity that it lacks.
 
 An agent that has sent its inventory accepts no write, vote or decision of the old epoch any more. Otherwise the
 chosen version could be overwritten, by rights of the old epoch, before the plan arrives.

@@ -36,7 +36,7 @@ def connect(directory: str, uid: int, deadline: float) -> socket.socket:
 
     Raises:
         NobodyAnswersError: No agent listens there.
-        AskError: The listener has another uid, or could not be reached in time.
+        ListenerError: The listener has another uid, or could not be reached in time.
     """
     path = f"{directory}/{SOCKET_NAME}"
     try:
@@ -77,7 +77,7 @@ def ask(sock: socket.socket, question: dict[str, Any], deadline: float) -> dict[
 
     Raises:
         NobodyAnswersError: The agent closed the connection before it answered.
-        AskError: The request is too long, or the agent refused it, or its reply is late or not valid.
+        ListenerError: The request is too long, or the agent refused it, or its reply is late or not valid.
     """
     packet = json.dumps(question).encode()
     if len(packet) > MAX_PACKET_BYTES:

@@ -49,21 +49,21 @@ class JsonReader:
         return own[0]
 
     async def read_job(self, raw_id: int) -> Job:
-        """Return one job (see `Reader`)."""
+        """Return one job (see `ApiReader`)."""
         return build_job(await self._read_record(raw_id))
 
     async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
-        """Return the nodes that the job's owner excludes (see `Reader`)."""
+        """Return the nodes that the job's owner excludes (see `ApiReader`)."""
         record = await self._read_record(raw_id)
         return _convert_record(record, lambda: parse_hosts(str(record["excluded_nodes"])))
 
     async def read_nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
-        """Return the named nodes, or all nodes (see `Reader`)."""
+        """Return the named nodes, or all nodes (see `ApiReader`)."""
         found = await self._read_records("nodes", "show", "node", *([",".join(names)] if names else []))
         return {node.name: node for node in map(build_node, found)}
 
     async def close(self) -> None:
-        """Do nothing: this reader has no helper process (see `Reader`)."""
+        """Do nothing: this reader has no helper process (see `ApiReader`)."""
 
 
 def parse_records(out: bytes, key: str) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ class PyslurmReader:
             raise Surprise(f"pyslurm's process does not start: {exc}") from None
 
     async def call_worker(self, call: str, *args: Any) -> Any:
-        """Return the worker's answer. Raises as `Reader`."""
+        """Return the worker's answer. Raises as `ApiReader`."""
         async with self._gate:
             timeout_s = self._timeout_s
             if self._process is None:
@@ -127,7 +127,7 @@ class PyslurmReader:
         return answer
 
     async def read_job(self, raw_id: int) -> Job:
-        """Return one job (see `Reader`)."""
+        """Return one job (see `ApiReader`)."""
         found = await self.call_worker("job", int(raw_id))
         job = await self._convert_record(lambda: build_job(found))
         if job.raw_id != raw_id:
@@ -135,12 +135,12 @@ class PyslurmReader:
         return job
 
     async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
-        """Return the nodes that the job's owner excludes (see `Reader`)."""
+        """Return the nodes that the job's owner excludes (see `ApiReader`)."""
         found = await self.call_worker("job", int(raw_id))
         return await self._convert_record(lambda: parse_hosts(found["excluded_nodes"] or ""))
 
     async def read_nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
-        """Return the named nodes, or all nodes (see `Reader`)."""
+        """Return the named nodes, or all nodes (see `ApiReader`)."""
         found = await self.call_worker("nodes", list(names))
         return await self._convert_record(lambda: {node.name: node for node in map(build_node, found)})
 
@@ -154,7 +154,7 @@ class PyslurmReader:
             raise Surprise(f"pyslurm: a record of an unexpected form: {type(exc).__name__} {exc}") from None
 
     async def set_node_state(self, name: str, state: str, reason: str = "") -> None:
-        """Set a node's state, with a reason if one is given. Raises as `Reader`."""
+        """Set a node's state, with a reason if one is given. Raises as `ApiReader`."""
         await self.call_worker("node_state", name, state, reason)
 
     async def requeue_job(self, raw_id: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,41 @@ def test_docstrings_need_one_reading(room: str) -> None:
     paths = sorted(PRODUCT.glob("*.py") if room == "." else (PRODUCT / room).rglob("*.py"))
     found = [f"{at}: {fault}" for path in paths for at, text in docstrings(path) for fault in faults(text)]
     assert not found, "\n".join(found)
+
+
+def known_names() -> set[str]:
+    """Return the builtins, and each name that the product defines, imports or uses."""
+    found = set(dir(builtins))
+    for path in PRODUCT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.alias):
+                found.update((node.asname or node.name).split("."))
+    return found
+
+
+def raised(text: str) -> list[str]:
+    """Return the exceptions that a docstring names under "Raises:"."""
+    block = re.search(r"^Raises:\n((?:    .*\n?|\n)+)", text, re.M)
+    return re.findall(r"^    [\w.]*?(\w+):", block[1], re.M) if block else []
+
+
+def test_exceptions_in_docstrings_exist() -> None:
+    known = known_names()
+    wrong = [
+        f"{at}: {name}"
+        for path in sorted(PRODUCT.rglob("*.py"))
+        for at, text in docstrings(path)
+        for name in raised(text)
+        if name not in known
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert raised("Return.\n\nRaises:\n    NoSuch: It is not there.\n    a.Other: Nor this.") == ["NoSuch", "Other"]
 
 
 def test_a_fault_is_found() -> None:

@@ -124,8 +124,8 @@ class SaveRules:
 
         Args:
             name: Name of the training.
-            named_s: The interval as in `Facts.interval_s`.
-            unserved_per_day: As in `Facts`.
+            named_s: The interval as in `SaveFacts.interval_s`.
+            unserved_per_day: As in `SaveFacts`.
         """
         took_s = self.compute_duration_s(name)
         return named_s if unserved_per_day is None or took_s is None else choose_interval_s(took_s, unserved_per_day)

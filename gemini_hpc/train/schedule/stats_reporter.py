@@ -48,7 +48,7 @@ class StatsReporter(SummarySender):
             client: Connection to the agent.
             training_name: Name of the training.
             rank: The rank.
-            key: Key of the profile, see `stats_messages.profile_key`.
+            key: Key of the profile, see `stats_messages.build_profile_key`.
         """
         super().__init__(client, training_name, rank)
         self._key, self._drawn_at = key, -1e9
