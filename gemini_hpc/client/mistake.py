@@ -41,7 +41,7 @@ def _is_below(path: str, directory: str) -> bool:
     return path.startswith(directory + os.sep)
 
 
-def is_memory(error: BaseException) -> bool:
+def is_memory_error(error: BaseException) -> bool:
     """Return whether memory ran out, the machine's or a device's."""
     return any(cls.__name__ in _MEMORY for cls in type(error).__mro__)
 

@@ -34,7 +34,7 @@ class _Note:
 
     def write(self, cause: Cause, error: BaseException) -> None:
         """Write an exception's evidence; the cause comes last, because it marks the note as complete."""
-        self._map[1] = mistake.is_memory(error)
+        self._map[1] = mistake.is_memory_error(error)
         self._put(self._WORDS_AT, mistake.describe_error(error), self._TEXT_AT)
         self._map[0] = 1 + cause
 

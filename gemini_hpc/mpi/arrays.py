@@ -121,13 +121,13 @@ class Arrays:
         Raises:
             ValueError: The shards do not fit; no array has been changed.
         """
-        found = {name: self._find(held, shards, same) for name, held in self._held.items()}
+        found = {name: self._find_sources(held, shards, same) for name, held in self._held.items()}
         for name, sources in found.items():
             array = self._held[name].array
             for into, values in sources:
                 array[into] = values
 
-    def _find(self, held: _Held, shards: Sequence[Saved], same: bool) -> list[tuple[Any, Array]]:
+    def _find_sources(self, held: _Held, shards: Sequence[Saved], same: bool) -> list[tuple[Any, Array]]:
         """Return (place in the array, values) for all sources that fill an array."""
         row, have, sources = held.row, np.zeros(_find_shape(held), dtype=bool), []
         for saved in shards if row.shared else shards[: 1 if same else 0]:

@@ -108,7 +108,7 @@ class Checkpointer:
         )
         self._calls = Calls(self._words, session)
         session.keepers = lambda: list(self._kept.values())
-        session.on_lost.append(self._refuse)
+        session.on_lost.append(self._end_part)
         session.join()
 
     def _say(self, text: str) -> None:
@@ -121,7 +121,7 @@ class Checkpointer:
         self._comm.Barrier()
         os._exit(status)
 
-    def _refuse(self, reason: str) -> None:
+    def _end_part(self, reason: str) -> None:
         """Record why this rank's part has ended; all ranks learn it in the next step.
 
         Any thread may call this.

@@ -91,6 +91,6 @@ class OutOfMemoryError(RuntimeError):
 
 
 def test_what_is_a_lack_of_memory() -> None:
-    assert mistake.is_memory(MemoryError())
-    assert mistake.is_memory(OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    assert not mistake.is_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert mistake.is_memory_error(MemoryError())
+    assert mistake.is_memory_error(OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert not mistake.is_memory_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
