@@ -13,9 +13,10 @@ from torch.utils.data import BatchSampler, SequentialSampler
 pytestmark = pytest.mark.slow
 
 NAMES = """
-from gemini_hpc.integrations.naming import next_name
-assert [next_name() for _ in range(3)] == ["default", "default-2", "default-3"]
-assert [next_name("tuning"), next_name(), next_name("tuning")] == ["tuning", "default-4", "tuning-2"]
+from gemini_hpc.integrations.naming import choose_next_name
+assert [choose_next_name() for _ in range(3)] == ["default", "default-2", "default-3"]
+found = [choose_next_name("tuning"), choose_next_name(), choose_next_name("tuning")]
+assert found == ["tuning", "default-4", "tuning-2"], found
 """
 
 
