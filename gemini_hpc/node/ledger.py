@@ -60,7 +60,7 @@ class LedgerEntry:
 
 
 def read_boot_clock_s() -> float:
-    """Return the current time on the clock of `Entry.ended_s`."""
+    """Return the current time on the clock of `LedgerEntry.ended_s`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
