@@ -177,7 +177,7 @@ def measure(
             raise NotMeasured(
                 f"{len(rank.traces)} iterations were recorded: {rank.watch.problem or 'no reason known'}"
             )
-        profile = spans.summarize(rank.traces[1:])
+        profile = spans.summarize_traces(rank.traces[1:])
         found.spans = [span.length_s for span in profile.spans if span.before_gate]
         rank.rate = rank.bytes / (USED * max(sum(found.spans), 1e-3))
         windows = find_common_windows(profile, [(profile, 0.0)])

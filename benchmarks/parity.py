@@ -15,7 +15,7 @@ from gemini_hpc.agent.replicas.parity import ParityFold
 from gemini_hpc.agent.transfer import making
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Copy, Member
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 
 SHARD, MEMBERS = 256 << 20, 4
@@ -113,4 +113,4 @@ def _decode(stripe: tuple[int, ...], size: int, data: dict[int, Memfd], blocks: 
 
 def _digest(memory: Memfd) -> str:
     with memory.view() as view:
-        return digest(view)
+        return digest_bytes(view)

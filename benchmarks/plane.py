@@ -128,7 +128,7 @@ async def _hashing(size: int, runs: int) -> tuple[list[float], list[float], list
             stamp = Stamp(1, index + 1)
             shard.pair.begin_version(stamp, None, frozenset(), voted=frozenset())
             found = await store.pool.digest(shard.memory[index], size, urgency=Urgency.OWN)
-            shard.pair.complete(index, stamp, found, size)
+            shard.pair.complete_slot(index, stamp, found, size)
     pool_s, plain_s, inventory_s = [], [], []
     for _ in range(runs):
         began = time.perf_counter()

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.bench import MeasureError, Options
 from benchmarks.rows import Row, median_row
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import ShardManifest
@@ -48,7 +48,7 @@ class Slot:
         count = state_bytes // 4 // TENSORS
         rows = tuple(Tensor(f"model.layer{i}.weight", "float32", (count,), True, "cpu") for i in range(TENSORS))
         manifest = ShardManifest(
-            0, 1, rows, shard_manifest.place(rows, [(i, (0,), (count,)) for i in range(TENSORS)])
+            0, 1, rows, shard_manifest.place_boxes(rows, [(i, (0,), (count,)) for i in range(TENSORS)])
         )
         packed = shard_manifest.pack(manifest)
         layout = SlotLayout.plan(len(packed), manifest.count_tensor_bytes(), 4096)
@@ -62,7 +62,7 @@ class Slot:
             area[at : at + (1 << 22)] = dice.random(len(area[at : at + (1 << 22)]), dtype=np.float32)
         self.view[:4096] = pack_header(layout, 0, STAMP, 0, 1)
         self.view[layout.manifest_offset : layout.manifest_offset + len(packed)] = packed
-        self.digest = digest(self.view[: self.used])
+        self.digest = digest_bytes(self.view[: self.used])
 
 
 def _order(order: orders.Order, fd: int) -> Any:

@@ -24,7 +24,15 @@ from gemini_hpc.settings import (
     Settings,
 )
 
-__all__ = ["CONFIG_PATH", "ConfigError", "Settings", "build_own_settings", "find_program_problem", "load", "parse"]
+__all__ = [
+    "CONFIG_PATH",
+    "ConfigError",
+    "Settings",
+    "build_own_settings",
+    "find_program_problem",
+    "load_site_settings",
+    "parse_settings",
+]
 
 CONFIG_PATH = "/etc/gemini-hpc/gemini.toml"
 
@@ -113,7 +121,7 @@ def _format_value(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def parse(text: str, where: str = CONFIG_PATH) -> Settings:
+def parse_settings(text: str, where: str = CONFIG_PATH) -> Settings:
     """Return the settings in TOML text. Raises `ConfigError` on bad syntax, unknown keys and wrong types."""
     import tomllib
 
@@ -176,7 +184,7 @@ def build_own_settings() -> Settings:
     )
 
 
-def load(path: str = CONFIG_PATH) -> Settings:
+def load_site_settings(path: str = CONFIG_PATH) -> Settings:
     """Return the settings of this host, the defaults if the usual file does not exist.
 
     Raises `ConfigError`, also if another file does not exist, because its name was given on purpose.
@@ -192,4 +200,4 @@ def load(path: str = CONFIG_PATH) -> Settings:
         raise ConfigError(f"{path}: not valid TOML: it is not UTF-8 text") from None
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {os.strerror(exc.errno or 0)}") from None
-    return parse(text, path)
+    return parse_settings(text, path)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 _MAX_LINKS = 40
 
 
-def walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
+def walk_path(path: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield every directory, link and file on the way to an absolute path. Raises OSError."""
     pending, at, links = deque(path.split("/")), "/", 0
     yield at, os.lstat(at)
@@ -73,7 +73,7 @@ def find_weaknesses(path: str, owners: frozenset[int] = frozenset((0,)), *, stic
         return [f"{path!r} is not an absolute path"]
     return [
         found
-        for here, info in walk(path)
+        for here, info in walk_path(path)
         if (found := find_weakness(here, info, owners))
         and not (sticky and info.st_uid in owners and stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX)
     ]
@@ -103,7 +103,7 @@ def find_barrier(path: str, info: os.stat_result, *, look: bool) -> str:
 
 def find_barriers(path: str) -> list[str]:
     """Return all barriers on the way to an absolute path, links followed. Raises OSError if there is no such file."""
-    return [found for here, info in walk(path) if (found := find_barrier(here, info, look=False))]
+    return [found for here, info in walk_path(path) if (found := find_barrier(here, info, look=False))]
 
 
 def name_group(gid: int) -> str:

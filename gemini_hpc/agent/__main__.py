@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from gemini_hpc import clock
 from gemini_hpc.agent.tier import workers
-from gemini_hpc.config import ConfigError, Settings, build_own_settings, load
+from gemini_hpc.config import ConfigError, Settings, build_own_settings, load_site_settings
 from gemini_hpc.node import oom, privileges, spawn
 
 _SETTLED_S = 60.0  # an agent that has run for so long does not die of its start: its deaths are counted anew
@@ -142,7 +142,7 @@ def main() -> int:
         print(f"gemini-hpc: agent: {exc}", file=sys.stderr)
         return 2
     try:
-        settings = build_own_settings() if args.own else load()
+        settings = build_own_settings() if args.own else load_site_settings()
         if args.keys:
             _take_keys(args.uid)
     except (ConfigError, ValueError) as exc:

@@ -472,9 +472,9 @@ class RankRequests:
             if self._membership.incarnation is not incarnation or self._membership.round != number:
                 raise RequestRejected("a recovery round began meanwhile")
             stamp = Stamp(m.epoch, m.version)
-            free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find(stamp) is None
+            free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find_slot(stamp) is None
             if digest == m.digest and free:
-                shard.pair.restore(m.slot, stamp, digest, m.used, shard.read_moment(m.slot))
+                shard.pair.restore_slot(m.slot, stamp, digest, m.used, shard.read_moment(m.slot))
                 shard.since[m.slot] = shard.verified[m.slot] = clock.time()
                 memory.commit(Committed(stamp, m.used, digest))
             else:

@@ -45,7 +45,7 @@ class SickNodes:
     @property
     def suspects_this_node(self) -> bool:
         """Return whether root should spend time on a check of this node."""
-        return self._is_red or self._tally.count(self._node) > 0
+        return self._is_red or self._tally.count_failures(self._node) > 0
 
     def list_sick_nodes(self) -> list[str]:
         """Return the nodes whose ranks have failed first too often, also in earlier incarnations of the job."""
@@ -132,9 +132,9 @@ class SickNodes:
     def _count(self, incarnation: Incarnation, m: peer.FailedFirst) -> None:
         incarnation.send_down(m)
         blame = Blame(m.rank, m.cause, m.version)
-        if not self._tally.blame(m.host, (incarnation.restart, m.step, m.attempt), blame):
+        if not self._tally.record_blame(m.host, (incarnation.restart, m.step, m.attempt), blame):
             return
-        times = self._tally.count(m.host)
+        times = self._tally.count_failures(m.host)
         if not incarnation.leads:
             return
         what = f"rank {m.rank} on {m.host} {describe_cause(m.cause)}"

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from gemini_hpc.cli import frame
-from gemini_hpc.config import ConfigError, load
+from gemini_hpc.config import ConfigError, load_site_settings
 
 
 def register(verbs: frame.Verbs) -> None:
@@ -32,7 +32,7 @@ def register(verbs: frame.Verbs) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the controller and return the exit status."""
     try:
-        settings = load(args.config)
+        settings = load_site_settings(args.config)
     except ConfigError as exc:
         raise frame.UsageError(str(exc)) from None
     from gemini_hpc.controller.startup import ServiceError, become_slurm_user, explain_elsewhere

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
-from gemini_hpc.config import CONFIG_PATH, ConfigError, load
+from gemini_hpc.config import CONFIG_PATH, ConfigError, load_site_settings
 
 if TYPE_CHECKING:
     from gemini_hpc.doctor.facts import HostFacts
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     findings = list(examine(facts, args.only))
     status = WRONG if any(f.status == "wrong" for f in findings) else OK
     try:
-        load(args.config)
+        load_site_settings(args.config)
     except ConfigError as exc:
         frame.print_error("doctor", str(exc))
         status = UNUSABLE

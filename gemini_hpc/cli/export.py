@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli import frame
 from gemini_hpc.cli.frame import UserError
-from gemini_hpc.config import load
+from gemini_hpc.config import load_site_settings
 
 if TYPE_CHECKING:
     from gemini_hpc.tier.version import VersionManifest
@@ -122,7 +122,7 @@ def _report_skipped(said: str) -> None:
 def _find_site_tier(config: str, job: str) -> str:
     from gemini_hpc.agent.tier.choice import resolve_site_tier
 
-    found = resolve_site_tier(load(config).tier, os.getuid())
+    found = resolve_site_tier(load_site_settings(config).tier, os.getuid())
     if not found:
         raise UserError(f"job {job}: its tier is not known: give --tier DIR, or the directory itself")
     return found

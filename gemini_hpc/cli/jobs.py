@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
 from gemini_hpc.cli.amounts import parse_span
-from gemini_hpc.config import Settings, load
+from gemini_hpc.config import Settings, load_site_settings
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def register(verbs: frame.Verbs) -> None:
 
 def run(args: argparse.Namespace) -> frame.Result:
     """List the jobs."""
-    return frame.Result(collect_jobs(load(args.config), since_s=args.since, now=clock.time()), render)
+    return frame.Result(collect_jobs(load_site_settings(args.config), since_s=args.since, now=clock.time()), render)
 
 
 def collect_jobs(settings: Settings, *, since_s: float, now: float) -> Document:

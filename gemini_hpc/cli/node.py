@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
-from gemini_hpc.config import Settings, load
+from gemini_hpc.config import Settings, load_site_settings
 from gemini_hpc.report.columns import align
 from gemini_hpc.wire.sanitize import sanitize
 
@@ -43,7 +43,7 @@ def register(verbs: frame.Verbs) -> None:
 
 def run(args: argparse.Namespace) -> frame.Result:
     """List the jobs."""
-    return frame.Result(collect_jobs(load(args.config), args.node, clock.time()), render)
+    return frame.Result(collect_jobs(load_site_settings(args.config), args.node, clock.time()), render)
 
 
 def collect_jobs(settings: Settings, node: str, now: float) -> Document:

@@ -24,10 +24,10 @@ _USUAL = ("xor:4", "rs:4+2")
 
 
 def _parse_redundancy(text: str) -> tuple[int, int]:
-    from gemini_hpc.core.redundancy import parse
+    from gemini_hpc.core.redundancy import parse_redundancy
 
     try:
-        return parse(text)
+        return parse_redundancy(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from gemini_hpc.config import CONFIG_PATH, ConfigError, load
+from gemini_hpc.config import CONFIG_PATH, ConfigError, load_site_settings
 from gemini_hpc.controller.service import main
 
 
@@ -19,7 +19,7 @@ def run(argv: list[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="log every Slurm command with its duration")
     args = parser.parse_args(argv)
     try:
-        settings = load(args.config)
+        settings = load_site_settings(args.config)
     except ConfigError as exc:
         print(f"gemini-hpc controller: {exc}", file=sys.stderr)
         return 2

@@ -24,7 +24,7 @@ import sys
 import syslog
 
 from gemini_hpc import clock
-from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load_site_settings
 from gemini_hpc.controller import probe
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.controller.gate import Gate, GatedSlurm
@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", default=CONFIG_PATH)
     try:
         args = parser.parse_args(argv)
-        settings = load(args.config)
+        settings = load_site_settings(args.config)
         members = hostlist.expand(args.nodes)
         if not _NAME.fullmatch(args.node) or args.job <= 0 or args.restart < 0:
             raise ValueError("implausible arguments")

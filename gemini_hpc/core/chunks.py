@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def cut(total_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+def cut_chunks(total_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """Return (offset, length) of each chunk, in order. Only the last chunk may be shorter.
 
     The list is empty if there is nothing to cut.

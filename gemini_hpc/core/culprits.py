@@ -109,7 +109,7 @@ class Tally:
     def __init__(self) -> None:
         self._by_host: dict[str, dict[Key, Blame]] = {}
 
-    def blame(self, host: str, key: Key, blame: Blame) -> bool:
+    def record_blame(self, host: str, key: Key, blame: Blame) -> bool:
         """Record that a rank of this node failed first in this attempt. Return False if that is known already."""
         blames = self._by_host.pop(host, {})
         is_new = key not in blames
@@ -121,7 +121,7 @@ class Tally:
             del self._by_host[next(iter(self._by_host))]
         return is_new
 
-    def count(self, host: str) -> int:
+    def count_failures(self, host: str) -> int:
         """Return the number of steps at which ranks of this node failed first in a way that counts."""
         elsewhere = {b.rank for name, blames in self._by_host.items() if name != host for b in blames.values()}
         steps = sorted(b.step for b in self._by_host.get(host, {}).values() if b.counts and b.rank not in elsewhere)
@@ -133,7 +133,7 @@ class Tally:
 
     def list_sick_nodes(self) -> list[str]:
         """Return the sick nodes, sorted."""
-        return sorted(host for host in self._by_host if self.count(host) >= SICK)
+        return sorted(host for host in self._by_host if self.count_failures(host) >= SICK)
 
 
 def describe_cause(cause: Cause) -> str:

@@ -16,7 +16,7 @@ PIECE_DIGEST_BYTES = 16
 _DIGITS = 32
 
 
-def digest(data: bytes | bytearray | memoryview) -> str:
+def digest_bytes(data: bytes | bytearray | memoryview) -> str:
     """Return the digest of these bytes. The GIL is released meanwhile."""
     stream = Digest()
     stream.update(data)

@@ -50,7 +50,7 @@ class Separation(msgspec.Struct, frozen=True):
     more: Count = 0
 
 
-def arrange(domains: Sequence[str], m: int) -> PlacementOrder:
+def arrange_nodes(domains: Sequence[str], m: int) -> PlacementOrder:
     """Return the order of placement for nodes of these domains, by node rank.
 
     The order is that of the ranks if no other order is better, and therefore if no domain is known.
@@ -69,7 +69,7 @@ def arrange(domains: Sequence[str], m: int) -> PlacementOrder:
         chosen = set(members)
         left = [rank for rank in left if rank not in chosen]
         q -= 1
-    ranks = [rank for g in range(q) for rank in sorted(left[g::q])] + _spread(members, domains)
+    ranks = [rank for g in range(q) for rank in sorted(left[g::q])] + _spread_ring(members, domains)
     found = PlacementOrder(tuple(ranks))
     return found if _compute_cost(found, domains, m) < _compute_cost(AS_RANKED, domains, m) else AS_RANKED
 
@@ -114,11 +114,11 @@ def measure_separation(
 
 
 def arrange_hosts(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) -> PlacementOrder:
-    """Return `arrange` for nodes given by name."""
+    """Return `arrange_nodes` for nodes given by name."""
     if not by_host:
         return AS_RANKED
     hosts = sorted(noderanks, key=lambda host: noderanks[host])
-    return arrange([by_host.get(host, "") for host in hosts], m)
+    return arrange_nodes([by_host.get(host, "") for host in hosts], m)
 
 
 def _list_groups(order: PlacementOrder, N: int, m: int) -> Iterator[list[int]]:
@@ -170,7 +170,7 @@ def _choose_ring_members(domains: Sequence[str], size: int, others: int) -> list
     return members
 
 
-def _spread(members: Sequence[int], domains: Sequence[str]) -> list[int]:
+def _spread_ring(members: Sequence[int], domains: Sequence[str]) -> list[int]:
     """Return a ring in which the nodes of the most frequent domain are as far apart as possible."""
     if not members:
         return []

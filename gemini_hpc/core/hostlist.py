@@ -64,7 +64,7 @@ def compress(hosts: Iterable[str]) -> str:
 
     def flush() -> None:
         if prefix is not None:
-            terms.append(prefix + _bracket(ranges))
+            terms.append(prefix + _format_bracket(ranges))
 
     for host in hosts:
         if not host or not _PLAIN.fullmatch(host):
@@ -148,7 +148,7 @@ def _expand_part(part: str | list[tuple[int, int, int]]) -> list[str]:
     return [f"{number:0{width}d}" for low, high, width in part for number in range(low, high + 1)]
 
 
-def _bracket(ranges: list[tuple[str, int, int]]) -> str:
+def _format_bracket(ranges: list[tuple[str, int, int]]) -> str:
     if len(ranges) == 1 and ranges[0][1] == ranges[0][2]:
         return ranges[0][0]
     items = (text if low == high else f"{text}-{high:0{_find_width(text)}d}" for text, low, high in ranges)

@@ -58,7 +58,7 @@ class MomentReport(NamedTuple):
     usual: Launches
 
 
-def add(marks: Iterable[int]) -> int:
+def add_marks(marks: Iterable[int]) -> int:
     """Return the sum of marks; UNKNOWN if one of them is UNKNOWN."""
     total = 0
     for mark in marks:

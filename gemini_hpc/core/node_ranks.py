@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 
-def assign(previous: Mapping[str, int] | None, hosts: Sequence[str], nodes: int | None = None) -> dict[str, int]:
+def assign_ranks(
+    previous: Mapping[str, int] | None, hosts: Sequence[str], nodes: int | None = None
+) -> dict[str, int]:
     """Return the node ranks of the new allocation, from the survivors' map and the host list alone.
 
     A host in both keeps its rank if that rank still exists (below `nodes`, by default the number of hosts). The
@@ -32,7 +34,7 @@ def assign(previous: Mapping[str, int] | None, hosts: Sequence[str], nodes: int 
     return {host: rank for host, rank in ranks.items() if rank >= 0}
 
 
-def count(previous: Mapping[str, int] | None, hosts: int, wanted: int) -> int:
+def count_training_nodes(previous: Mapping[str, int] | None, hosts: int, wanted: int) -> int:
     """Return how many node ranks `hosts` hosts have, at least one.
 
     `wanted` is the number of nodes in the allocation without its spares. A job that had more node ranks keeps them
@@ -41,7 +43,7 @@ def count(previous: Mapping[str, int] | None, hosts: int, wanted: int) -> int:
     return max(1, min(hosts, max(wanted, len(previous or ()))))
 
 
-def map_hash(mapping: Mapping[str, int], job: int, restart: int, order: Sequence[int] = ()) -> str:
+def hash_noderanks(mapping: Mapping[str, int], job: int, restart: int, order: Sequence[int] = ()) -> str:
     """Return the hash that agents compare before one of them publishes the map: 32 hex digits.
 
     `order` is `placement.Order.ranks`.

@@ -58,7 +58,7 @@ def parse_shape(text: str, node: str) -> Shape:
         names = values.get("nodename", "")
         if names.lower() == "default":
             defaults |= values
-        elif names and _names(names, node):
+        elif names and _names_node(names, node):
             found = defaults | values
     sockets = _read_number(found, "sockets", 0) or _read_number(found, "boards", 1) * _read_number(
         found, "socketsperboard", 1
@@ -75,7 +75,7 @@ def parse_shape(text: str, node: str) -> Shape:
     return Shape(max(0, cpus - _read_number(found, "corespeccount", 0)), _count_gpus(found.get("gres", "")))
 
 
-def _names(text: str, node: str) -> bool:
+def _names_node(text: str, node: str) -> bool:
     try:
         return node in hostlist.expand(text, MAX_NODES)
     except ValueError:

@@ -21,7 +21,7 @@ class IterationPace:
         self._free: deque[float] = deque(maxlen=PACE_EVERY)  # iteration lengths without our own share
         self._gates: deque[float] = deque(maxlen=PACE_EVERY)  # seconds from step() to the optimizer step
 
-    def note(self, free_s: float) -> None:
+    def note_iteration(self, free_s: float) -> None:
         """Record the length of an iteration without our own share."""
         self._free.append(free_s)
 
@@ -39,7 +39,7 @@ class IterationPace:
         """Return whether the frequency is chosen after this many iterations: the same on all ranks."""
         return iterations in _EARLY or (iterations > 0 and iterations % PACE_EVERY == 0)
 
-    def wish(self, j: int, s: int, sealed_s: float, own_s: float, every: int) -> Frequency:
+    def choose_frequency(self, j: int, s: int, sealed_s: float, own_s: float, every: int) -> Frequency:
         """Return the frequency that keeps the ceiling.
 
         The present frequency is kept if only noise speaks against it.

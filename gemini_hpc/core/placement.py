@@ -16,7 +16,7 @@ from math import comb
 from typing import Literal
 
 
-def _check(N: int, m: int) -> None:
+def _check_replicas(N: int, m: int) -> None:
     if m < 1:
         raise ValueError(f"{m} replicas asked for: at least 1 (the node's own copy) is needed")
     if m > N:
@@ -77,7 +77,7 @@ def list_groups(N: int, m: int) -> list[list[int]]:
     Raises:
         ValueError: m < 1 or m > N, as in every function here.
     """
-    _check(N, m)
+    _check_replicas(N, m)
     q = N // m
     G = [list(range(m * i, m * i + m)) for i in range(q)]
     G[-1].extend(range(q * m, N))
@@ -86,7 +86,7 @@ def list_groups(N: int, m: int) -> list[list[int]]:
 
 def name_strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
     """Return `group` if m divides N; otherwise `mixed`, or `ring` if there is only the ring."""
-    _check(N, m)
+    _check_replicas(N, m)
     if N % m == 0:
         return "group"
     return "mixed" if 2 * m <= N else "ring"
@@ -94,7 +94,7 @@ def name_strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
 
 def find_group(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> int:
     """Return the index into `list_groups(N, m)` of the group that a node belongs to."""
-    _check(N, m)
+    _check_replicas(N, m)
     return min(order.find_position(node_rank, N) // m, N // m - 1)
 
 
@@ -105,7 +105,7 @@ def list_ring(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED)
     group is a ring of m nodes.
     """
     if not (0 <= node_rank < N and 1 <= m <= N):  # in one test, because this runs for every node of a large job
-        _check(N, m)
+        _check_replicas(N, m)
     own, last = order.find_position(node_rank, N), (N // m - 1) * m
     first, size = (own // m * m, m) if own < last else (last, N - last)
     found = tuple([first + (own - first + step) % size for step in range(size)])
@@ -169,7 +169,7 @@ def choose_others(
 
 def can_survive(N: int, m: int, failed: Iterable[int], order: PlacementOrder = AS_RANKED) -> bool:
     """Return whether every node's shards keep a holder if the nodes of `failed` are lost at once."""
-    _check(N, m)
+    _check_replicas(N, m)
     lost = set(failed)
     for node_rank in lost:
         _check_rank(node_rank, N)
@@ -186,7 +186,7 @@ def compute_recovery_probability(N: int, m: int, k: int) -> float:
     and exclusion. The last group, if it is a ring, is counted for each number of its nodes that is lost. 100,000
     nodes take well below a second.
     """
-    _check(N, m)
+    _check_replicas(N, m)
     if not 0 <= k <= N:
         raise ValueError(f"{k} lost nodes of {N}: between 0 and {N} can be lost")
     q, rest = divmod(N, m)
@@ -216,7 +216,7 @@ def compute_ring_probability(N: int, m: int, k: int) -> float:
     The result is exact. It counts the choices of k nodes of a ring without m in a row. Each is N / (N - k) times a
     choice of N - k runs of fewer than m nodes, one behind each surviving node.
     """
-    _check(N, m)
+    _check_replicas(N, m)
     if not 0 <= k <= N:
         raise ValueError(f"{k} lost nodes of {N}: between 0 and {N} can be lost")
     left = N - k
@@ -231,7 +231,7 @@ def compute_ring_probability(N: int, m: int, k: int) -> float:
 
 def compute_ring_bound(N: int, m: int, k: int) -> float:
     """Return the lower bound from the paper's union bound for the ring (section 4, Figure 9)."""
-    _check(N, m)
+    _check_replicas(N, m)
     return max(0.0, 1.0 - N * comb(N - m, k - m) / comb(N, k)) if k >= m else 1.0
 
 

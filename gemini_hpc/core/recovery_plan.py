@@ -156,7 +156,7 @@ def inherit_stamp(stamp: Stamp) -> Stamp:
     return Stamp(INHERITED_EPOCH, stamp.version)
 
 
-def plan(
+def plan_recovery(
     inventories: Mapping[str, Inventory],
     hosts: Sequence[str],
     m: int,
@@ -199,10 +199,12 @@ def plan(
         noderanks = dict(noderanks)
         m = min(m, len(noderanks))
     elif nodes is None:
-        noderanks = node_ranks.assign(previous, hosts)
+        noderanks = node_ranks.assign_ranks(previous, hosts)
     else:
         former = None if foreign else previous  # another job's count does not matter: keep the wanted number
-        noderanks = node_ranks.assign(previous, hosts, node_ranks.count(former, len(hosts), nodes))
+        noderanks = node_ranks.assign_ranks(
+            previous, hosts, node_ranks.count_training_nodes(former, len(hosts), nodes)
+        )
         m = min(m, len(noderanks))
     Redundancy(len(noderanks), m).list_receivers(0)  # report a wrong m before anything else
     if order is None:
@@ -428,7 +430,7 @@ def _plan_training(
 def _is_common(ranks: Mapping[int, _Held], made: Mapping[int, RebuiltCopy], context: _Context) -> bool:
     """Return whether all shards of a version are of the same moment of the training."""
     marks = [next(iter(_rank_contents(found, context)[0].values())).mark for found in ranks.values()]
-    return moments.is_common(moments.add([*marks, *(wanted.copy.mark for wanted in made.values())]))
+    return moments.is_common(moments.add_marks([*marks, *(wanted.copy.mark for wanted in made.values())]))
 
 
 def _is_proven(keepers: Mapping[str, Copy]) -> bool:

@@ -139,7 +139,7 @@ def _multiply_polynomials(a: list[int], b: list[int], most: int) -> list[int]:
     return found
 
 
-def parse(text: str) -> tuple[int, int]:
+def parse_redundancy(text: str) -> tuple[int, int]:
     """Return the nodes of a group and the blocks of parity that a value of `--gemini-redundancy` requests.
 
     The result is (0, 0) for whole copies.

@@ -43,7 +43,7 @@ class Need:
     """Seconds by which the transfer of one checkpoint exceeds the idle windows of s iterations.
 
     The transfer goes to all m - 1 holders. The value is negative if idle time is left over. The closed form exceeds
-    `schedule.plan` by at most the few alpha that the last chunks of the replicas cost, and is never less.
+    `schedule.plan_chunks` by at most the few alpha that the last chunks of the replicas cost, and is never less.
     """
 
     total_bytes: int
@@ -205,13 +205,13 @@ class OverheadController:
     _trial: _Trial | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.frequency = self._choose(self.forced)
+        self.frequency = self._choose_frequency(self.forced)
 
     def predict_cost_s(self, s: int) -> float:
         """Return the expected cost of a cycle in seconds."""
         return max(0.0, self.need(s) + self.extra_s) + self.fixed_s + self.own_s
 
-    def observe(self, lost_s: float, *, judge: bool = True) -> Frequency:
+    def observe_cycle(self, lost_s: float, *, judge: bool = True) -> Frequency:
         """Record the seconds that one cycle has lost, and return the frequency.
 
         `lost_s` is the excess over j iterations without a checkpoint.
@@ -227,8 +227,8 @@ class OverheadController:
         j, s = self.frequency.j, self.frequency.s
         low_s = _find_lower_bound(self._samples)
         if low_s > self.ceiling * j * self.iteration_s and low_s > self.predict_cost_s(s):
-            self._explain(s)
-            self._adopt(self._choose(self.forced))
+            self._explain_cost(s)
+            self._adopt_frequency(self._choose_frequency(self.forced))
         return self.frequency
 
     def add_extra(self, late_s: float) -> None:
@@ -237,7 +237,7 @@ class OverheadController:
         More iterations absorb this delay.
         """
         self.extra_s, self._trial = self.extra_s + late_s, None
-        self._adopt(self._choose(self.forced))
+        self._adopt_frequency(self._choose_frequency(self.forced))
 
     def replan(self, need: Callable[[int], float], iteration_s: float, own_s: float = 0.0) -> Frequency:
         """Adopt a fresh plan, and return the frequency.
@@ -260,14 +260,14 @@ class OverheadController:
             of_extra_s = min(surplus_s, max(0.0, need(s) + self.extra_s))
             self.extra_s -= of_extra_s
             self.fixed_s -= min(self.fixed_s, surplus_s - of_extra_s)
-        fresh = self._choose(self.forced)
+        fresh = self._choose_frequency(self.forced)
         if fresh.j == self.frequency.j - 1:
-            kept = self._choose(self.frequency.j)
+            kept = self._choose_frequency(self.frequency.j)
             fresh = kept if kept.within else fresh
-        self._adopt(fresh)
+        self._adopt_frequency(fresh)
         return self.frequency
 
-    def _choose(self, j: int | None) -> Frequency:
+    def _choose_frequency(self, j: int | None) -> Frequency:
         return choose_frequency(
             self.predict_cost_s,
             self.iteration_s,
@@ -277,7 +277,7 @@ class OverheadController:
             largest=self.largest,
         )
 
-    def _explain(self, s: int) -> None:
+    def _explain_cost(self, s: int) -> None:
         """Update the plan so that it explains the cost that the samples with s surely show."""
         typical_s = median(self._samples)
         # Between the sure and the likely cost: from the sure cost alone, j would creep up by many small steps.
@@ -294,7 +294,7 @@ class OverheadController:
         else:
             self.fixed_s = cost_s - self.own_s - max(0.0, self.need(s) + self.extra_s)
 
-    def _adopt(self, fresh: Frequency) -> None:
+    def _adopt_frequency(self, fresh: Frequency) -> None:
         if (fresh.j, fresh.s) != (self.frequency.j, self.frequency.s):
             self._samples.clear()
             self._new_samples = 0

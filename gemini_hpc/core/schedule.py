@@ -148,7 +148,7 @@ class Plan:
         return bisect_left(self.partitions, span, key=_read_span)
 
 
-def plan(T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float) -> Plan:
+def plan_chunks(T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float) -> Plan:
     """Return `divide_checkpoint` with the bytes that the true length of the last span cannot take.
 
     Raises:

@@ -90,7 +90,7 @@ class SlotPair:
         Raises:
             Refused: No slot can be given out; nothing is changed then.
         """
-        if (present := self.find(stamp)) is not None:
+        if (present := self.find_slot(stamp)) is not None:
             raise Refused(f"version {stamp} is already {self.slots[present].state} here")
         if self.high is not None and stamp < self.high:
             raise Refused(f"version {stamp} is older than {self.high}, which was already begun")
@@ -103,7 +103,7 @@ class SlotPair:
 
     def pass_over(self, stamp: Stamp) -> None:
         """Record that the writer skips this version. No version up to this stamp can be begun afterwards."""
-        if self.find(stamp) is None and (self.passed is None or stamp > self.passed):
+        if self.find_slot(stamp) is None and (self.passed is None or stamp > self.passed):
             self.passed = stamp
 
     @property
@@ -146,7 +146,9 @@ class SlotPair:
             raise Refused(f"version {undecided} is complete and reported, but not yet sealed or abandoned")
         return newer
 
-    def complete(self, index: int, stamp: Stamp, digest: str, bytes_used: int, moment: Moment = UNCOUNTED) -> None:
+    def complete_slot(
+        self, index: int, stamp: Stamp, digest: str, bytes_used: int, moment: Moment = UNCOUNTED
+    ) -> None:
         """Mark the slot as complete, because its bytes have been verified.
 
         Raises:
@@ -158,13 +160,15 @@ class SlotPair:
             raise ValueError(f"slot {index} is {slot.state} {slot.stamp or ''}: it cannot complete {stamp}")
         self.slots[index] = Slot("complete", stamp, digest, bytes_used, moment=moment)
 
-    def restore(self, index: int, stamp: Stamp, digest: str, bytes_used: int, moment: Moment = UNCOUNTED) -> None:
+    def restore_slot(
+        self, index: int, stamp: Stamp, digest: str, bytes_used: int, moment: Moment = UNCOUNTED
+    ) -> None:
         """Put a verified copy into an empty slot (handed back after its agent's death).
 
         Raises:
             ValueError: The slot is not empty, or another slot holds this stamp.
         """
-        if self.slots[index].state != "empty" or self.find(stamp) is not None:
+        if self.slots[index].state != "empty" or self.find_slot(stamp) is not None:
             raise ValueError(f"slot {index} is {self.slots[index].state}: it cannot take {stamp} back")
         self.slots[index] = Slot("complete", stamp, digest, bytes_used, moment=moment)
         self.high = stamp if self.high is None else max(self.high, stamp)
@@ -201,7 +205,7 @@ class SlotPair:
         """Return the newest stamp in the pair, complete or being filled."""
         return max((slot.stamp for slot in self.slots if slot.stamp is not None), default=None)
 
-    def find(self, stamp: Stamp) -> int | None:
+    def find_slot(self, stamp: Stamp) -> int | None:
         """Return the index of the slot that holds `stamp`, complete or being filled."""
         for index, slot in enumerate(self.slots):
             if slot.stamp == stamp:

@@ -7,9 +7,9 @@ collectives launched before it. A sender sees that number at run time, so it nee
 position.
 
 1. `find_gaps` returns the gaps of one iteration.
-2. `summarize` returns those of several iterations as the profile to plan with.
+2. `summarize_traces` returns those of several iterations as the profile to plan with.
 3. `add_lag` adds the wait with which a stage of a pipeline begins.
-4. `intersect` returns the windows in which the other end is idle as well.
+4. `intersect_profiles` returns the windows in which the other end is idle as well.
 5. `build_timeline` returns T of Algorithm 2.
 6. `describe_drift` checks whether the profile still describes the training.
 """
@@ -198,7 +198,7 @@ def find_gaps(trace: Trace) -> list[Gap]:
     return gaps
 
 
-def summarize(traces: Sequence[Trace], *, floor_s: float = 0.0005, keep: int = 256) -> Profile:
+def summarize_traces(traces: Sequence[Trace], *, floor_s: float = 0.0005, keep: int = 256) -> Profile:
     """Return the profile of iterations of one pattern.
 
     Spans shorter than `floor_s` seconds are dropped, and all but the `keep` longest of the others. The span that
@@ -272,7 +272,7 @@ def add_lag(profile: Profile, lag_s: float) -> Profile:
     )
 
 
-def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Window]:
+def intersect_profiles(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Window]:
     """Return the windows of my spans in which all others are idle.
 
     The windows are in order of time, those before the gate first.
@@ -291,7 +291,7 @@ def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Wi
     windows: list[Window] = []
     for before_gate in (True, False):
         for index, span in enumerate(mine.spans):
-            first, last = _cut(span, before_gate, gate, mine.gate_s)
+            first, last = _cut_span(span, before_gate, gate, mine.gate_s)
             overlap = free[bisect_right(ends, first) : bisect_left(ends, last) + 1]
             for start, end in intersect_intervals([(first, last)], overlap):
                 # Keep an uncut length as it is: recomputing would round it.
@@ -394,7 +394,7 @@ def _cut_overlaps(spans: list[Span], gate_s: float, iteration_s: float) -> tuple
     return tuple(cut)
 
 
-def _cut(span: Span, before_gate: bool, gate: float, own_gate: float) -> tuple[float, float]:
+def _cut_span(span: Span, before_gate: bool, gate: float, own_gate: float) -> tuple[float, float]:
     """Return the part of my span on one side of the gate that counts, which may be earlier than my own gate.
 
     The part is empty if its end is not after its start.

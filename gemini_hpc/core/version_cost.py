@@ -21,7 +21,7 @@ class VersionCost:
         self._latest: deque[float] = deque(maxlen=_SURE)
         self._held: deque[float] = deque(maxlen=_SURE)
 
-    def add(self, seconds: float) -> None:
+    def add_capture(self, seconds: float) -> None:
         """Record the seconds of a version's capture."""
         self._latest.append(seconds)
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gemini_hpc.core.moments import Mark, add, is_common
+from gemini_hpc.core.moments import Mark, add_marks, is_common
 from gemini_hpc.core.numbers import Count
 from gemini_hpc.core.slots import SlotPair, Stamp
 
@@ -98,7 +98,7 @@ def build_vote(pairs: Iterable[SlotPair], expected: int | None = None, own: Iter
     nothing is complete. A version must not be sealed before all shards of this agent exist.
     """
     pairs = list(pairs)
-    vote = merge(
+    vote = merge_votes(
         Vote(
             complete=pair.list_complete_stamps(),
             seen=pair.list_complete_stamps(),
@@ -123,11 +123,12 @@ def _add_marks(marks: Iterable[Mapping[Stamp, Marks]]) -> dict[Stamp, Marks]:
         for stamp, mark in some.items():
             found.setdefault(stamp, []).append(mark)
     return {
-        s: Marks(add(mark.total for mark in all_), sum(mark.shards for mark in all_)) for s, all_ in found.items()
+        s: Marks(add_marks(mark.total for mark in all_), sum(mark.shards for mark in all_))
+        for s, all_ in found.items()
     }
 
 
-def merge(votes: Iterable[Vote]) -> Vote:
+def merge_votes(votes: Iterable[Vote]) -> Vote:
     """Return the vote of all the pairs behind `votes`, where no pair is behind two of them.
 
     The operation is associative and commutative. Without votes the result is SILENT.
@@ -168,7 +169,7 @@ class Root:
         self._void: frozenset[Stamp] = _NONE  # stamps that the ranks do not mean alike
         self._why = ""
 
-    def update(self, member: Hashable, vote: Vote, world: int = 0) -> None:
+    def record_vote(self, member: Hashable, vote: Vote, world: int = 0) -> None:
         """Record a member's newer vote. `world` is the number of shards of the training.
 
         Raises:
@@ -177,7 +178,7 @@ class Root:
         if member not in self.members:
             raise ValueError(f"a vote from {member!r}, who is not a member")
         self._votes[member] = vote
-        self._facts = merge((Vote(_NONE, _NONE, vote.floor, vote.kept), self._facts))
+        self._facts = merge_votes((Vote(_NONE, _NONE, vote.floor, vote.kept), self._facts))
         merged = self._merge_votes()
         marks = (merged.marks or {}).items()
         self._void |= {stamp for stamp, mark in marks if mark.shards == world and not is_common(mark.total)}
@@ -187,13 +188,13 @@ class Root:
         void = {stamp for stamp in self._void if self._sealed is None or stamp > self._sealed}
         self._void = frozenset(stamp for stamp in void if stamp in merged.seen or stamp == min(void))
 
-    def explain(self, why: str) -> None:
+    def record_difference(self, why: str) -> None:
         """Record how the ranks differ at the stamp that the decision calls void."""
         self._why = why
 
     def _merge_votes(self) -> Vote:
         """Return the members' votes merged into one. Nothing is complete while a member is silent."""
-        return merge(self._votes.get(member, SILENT) for member in self.members)
+        return merge_votes(self._votes.get(member, SILENT) for member in self.members)
 
     def decide(self) -> Decision:
         """Return the decision so far."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.config import ConfigError, Settings, load_site_settings
 from gemini_hpc.controller.primary import is_here
 from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
 from gemini_hpc.doctor.finding import Unavailable
@@ -103,7 +103,7 @@ class HostFacts:
 
         def read_settings() -> Settings:
             try:
-                return load(self.config_path)
+                return load_site_settings(self.config_path)
             except ConfigError:
                 raise Unavailable("the settings cannot be used (see files.settings)") from None
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from gemini_hpc import __version__, paths
 from gemini_hpc.agent.peers import failure_domains
-from gemini_hpc.config import ConfigError, load
+from gemini_hpc.config import ConfigError, load_site_settings
 from gemini_hpc.core.topology import TopologyError
 from gemini_hpc.doctor import plugin, scripts
 from gemini_hpc.doctor.facts import CONTROLLER, NODE, HostFacts
@@ -63,7 +63,7 @@ def check_settings(facts: HostFacts) -> Outcome:
     if access.status != "ok":
         return access
     try:
-        load(path)
+        load_site_settings(path)
     except ConfigError as exc:
         text = "what docs/admin.md, Settings, lists"
         return report_wrong(f"{exc}: prologs start no agent, the controller does not start", text, "correct the file")

@@ -43,7 +43,7 @@ def compute_domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> Domain
     known = len(set(of) - {""})
     if not known:
         raise ValueError("no node has a known failure domain")
-    order = domains.arrange(of, m)
+    order = domains.arrange_nodes(of, m)
     if parity:
         apart, listed = _find_fatal_domains(of, m, parity, order), _find_fatal_domains(of, m, parity, AS_RANKED)
     else:

@@ -109,7 +109,7 @@ def unpack(data: bytes | memoryview, tensor_bytes: int) -> ShardManifest:
     return manifest
 
 
-def place(
+def place_boxes(
     rows: tuple[TensorRow, ...], boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
 ) -> tuple[Piece, ...]:
     """Give each box (row, offset, size) its aligned place, in the order given. Empty boxes are left out."""

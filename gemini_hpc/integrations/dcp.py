@@ -193,7 +193,7 @@ def _build_part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: 
     packed = bytearray(note.packed)
     found.append(((len(rows), (0,), (len(packed),)), memoryview(packed)))
     rows.append(TensorRow(NOTE, "uint8", (len(packed),), False, "cpu", name=_VALUES))
-    pieces = shard_manifest.place(tuple(rows), [box for box, _ in found])
+    pieces = shard_manifest.place_boxes(tuple(rows), [box for box, _ in found])
     manifest = ShardManifest(rank, world, tuple(rows), pieces)
 
     def store(area: torch.Tensor) -> None:

@@ -70,7 +70,7 @@ class Arrays:
             self._held[name] = _Held(array, offset, TensorRow(name, dtype, shape, part is not None, "cpu"))
         rows = tuple(held.row for held in self._held.values())
         boxes = [(i, h.offset, _find_shape(h)) for i, h in enumerate(self._held.values())]
-        self.manifest = ShardManifest(rank, world, rows, shard_manifest.place(rows, boxes))
+        self.manifest = ShardManifest(rank, world, rows, shard_manifest.place_boxes(rows, boxes))
         self.packed = shard_manifest.pack(self.manifest)
         # this rejects a part that is no box of its array
         shard_manifest.unpack(self.packed, self.manifest.count_tensor_bytes())

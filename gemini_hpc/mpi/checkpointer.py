@@ -16,7 +16,7 @@ from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, ShardOwner
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.client.summary_sender import SummarySender
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.seal_latency import VersionTimes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
@@ -545,6 +545,6 @@ def _make_digest_reader(slot: MappedSlot, stamp: Stamp, own: memoryview, until: 
         found = slot.read_content()
         if (found.epoch, found.version) == stamp:
             return found.digest
-        return digest(own) if clock.monotonic() >= until else ""
+        return digest_bytes(own) if clock.monotonic() >= until else ""
 
     return read

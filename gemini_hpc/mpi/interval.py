@@ -81,7 +81,7 @@ class SaveInterval:
         """Record the beginning of a `step()`, so the end of an iteration of the program."""
         if self._left_at is not None:
             length_s = clock.monotonic() - self._left_at
-            self._pace.note(length_s)
+            self._pace.note_iteration(length_s)
             self._budget.add_training(length_s)
 
     def leave_step(self) -> None:
@@ -98,7 +98,7 @@ class SaveInterval:
 
     def record_cost(self, seconds: float) -> None:
         """Record the seconds of the program that one version has cost at any j, meetings excluded."""
-        self._cost.add(seconds)
+        self._cost.add_capture(seconds)
 
     # ---- the choice ------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class SaveInterval:
         """Return what this rank needs, for all ranks."""
         if self._every or not self._cost.known:
             return Need(0, self._met_s)
-        wish = self._pace.wish(self.j, self.j, self.latency.whole_s, self._cost.whole_s, 0)
+        wish = self._pace.choose_frequency(self.j, self.j, self.latency.whole_s, self._cost.whole_s, 0)
         return Need(wish.j, self._met_s)
 
     def adopt_needs(self, needs: Sequence[Need], version: int) -> None:

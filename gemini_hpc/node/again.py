@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-from gemini_hpc.config import ConfigError, load
+from gemini_hpc.config import ConfigError, load_site_settings
 from gemini_hpc.node import job_directory, ledger, privileges, reaper
 from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.prolog import parse_number
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         if len(argv) != 2:
             raise ValueError(f"wanted 2 arguments, found {len(argv)}")
         job = parse_number("job id", argv[0], 1, 2**32 - 1)
-        if not make_directory(load().run_dir, job, parse_number("uid", argv[1], 0, 2**32 - 2)):
+        if not make_directory(load_site_settings().run_dir, job, parse_number("uid", argv[1], 0, 2**32 - 2)):
             return 1
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
         log_fault("step", job, f"the directory of its agent is gone, and could not be made again: {exc}")

@@ -18,7 +18,7 @@ import sys
 from functools import partial
 
 from gemini_hpc import clock
-from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.config import ConfigError, Settings, load_site_settings
 from gemini_hpc.node import again, ask_agent, health_report, job_directory, ledger, privileges, reaper
 from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.prolog import MOVES_S, WAIT_POLL_S, parse_number
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         uid = parse_number("uid", argv[1], 0, 2**32 - 2)
         restart = parse_number("restart count", argv[2], 0, 2**32 - 1)
         exit_code = parse_number("exit code", argv[3], 0, 2**32 - 1)
-        _end_incarnation(load(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
+        _end_incarnation(load_site_settings(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
         log_fault("epilog", job, f"could not tell the agent that the job has ended: {exc}")
     except Exception as exc:  # an epilog that fails drains its node: never for a fault of ours

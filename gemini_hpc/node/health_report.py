@@ -16,7 +16,7 @@ import secrets
 import sys
 
 from gemini_hpc import clock
-from gemini_hpc.config import ConfigError, Settings, find_program_problem, load
+from gemini_hpc.config import ConfigError, Settings, find_program_problem, load_site_settings
 from gemini_hpc.node import ledger, spawn
 from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.health_check import Problem, find_problem
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"wanted 3 arguments, found {len(argv)}")
         job = parse_number("job id", argv[0], 1, 2**32 - 1)
         restart = parse_number("restart count", argv[1], 0, 2**32 - 1)
-        settings = load()
+        settings = load_site_settings()
         lock = ledger.acquire_lock(settings.run_dir, LOCK)
         if lock < 0:
             return 0  # another job's epilog has started the check

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gemini_hpc import clock, lines
-from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.config import ConfigError, Settings, load_site_settings
 from gemini_hpc.core import node_share
 from gemini_hpc.node import (
     ask_agent,
@@ -234,7 +234,7 @@ def main(argv: list[str]) -> int:
         _report_unprotected(0, f"{exc}")
         return 0
     try:
-        settings = load()
+        settings = load_site_settings()
     except ConfigError as exc:
         _notes.append(UnprotectedNote(Settings().run_dir, inc.job, inc.restart))
         _report_unprotected(inc.job, f"{exc}")

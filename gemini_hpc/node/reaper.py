@@ -20,7 +20,7 @@ import sys
 from contextlib import suppress
 
 from gemini_hpc import clock
-from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.config import ConfigError, Settings, load_site_settings
 from gemini_hpc.node import ask_agent, cgroup, job_directory, job_steps, ledger, privileges, spawn, stale_jobs
 from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.meminfo import read_meminfo
@@ -364,7 +364,7 @@ def _answers(run_dir: str, entry: ledger.LedgerEntry) -> bool:
 def main() -> int:
     """Kill ended agents until there is none left to wait for. Return the exit status."""
     try:
-        settings = load()
+        settings = load_site_settings()
         run_dir = settings.run_dir
         lock = ledger.acquire_lock(run_dir, LOCK)
         if lock < 0:

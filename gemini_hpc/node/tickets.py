@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 
 from gemini_hpc import clock, lines
-from gemini_hpc.config import ConfigError, load
+from gemini_hpc.config import ConfigError, load_site_settings
 from gemini_hpc.wire import site_key
 from gemini_hpc.wire.keyed import KeyFileError, SiteKey
 from gemini_hpc.wire.preauth_limit import PreauthLimit
@@ -67,7 +67,7 @@ async def serve(key: SiteKey, path: str) -> None:
 def main() -> int:
     """Run until SIGTERM and return the exit status."""
     try:
-        settings = load()
+        settings = load_site_settings()
         if settings.auth != "key":
             raise ConfigError(f'auth is "{settings.auth}": tickets are for "key"')
         if os.geteuid():

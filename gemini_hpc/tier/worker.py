@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 
 from gemini_hpc import clock
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import job_directory, lustre, names, orders, owned, publish, retention, version
 from gemini_hpc.tier.owned import Directory, NotOurs
@@ -93,7 +93,7 @@ def _write(order: orders.Write) -> orders.Answer:
             try:
                 shards.append((ParsedSlot.parse(view, source.bytes), source.home, source.digest))
             except ValueError:
-                if digest(view[: source.used]) == source.digest:
+                if digest_bytes(view[: source.used]) == source.digest:
                     raise
                 raise nodefile.Overwritten(f"the copy of rank {source.rank} in memory was overwritten") from None
         name = version.format_node_file(order.node_rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 
-from gemini_hpc.config import ConfigError, Settings, build_own_settings, load
+from gemini_hpc.config import ConfigError, Settings, build_own_settings, load_site_settings
 from gemini_hpc.wire import credentials, keyed
 
 UNNAMED = "cluster"
@@ -94,6 +94,6 @@ def load_settings(job: int, config: str) -> Settings:
     except keyed.KeyFileError as exc:
         raise ConfigError(str(exc)) from None
     if key is None:
-        return load(config)
+        return load_site_settings(config)
     adopt(job, key)
     return build_own_settings()

@@ -14,7 +14,7 @@ from gemini_hpc.agent.transfer import arrival as arrival_module
 from gemini_hpc.agent.transfer.arrival import Arrival, Connection
 from gemini_hpc.agent.transfer.stripes import cut
 from gemini_hpc.core import ranges
-from gemini_hpc.core.digest import PIECE_BYTES, digest
+from gemini_hpc.core.digest import PIECE_BYTES, digest_bytes
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.link import LinkClosed
 
@@ -78,7 +78,7 @@ def test_chunks_in_any_order_give_the_digest_of_the_bytes(
         bring(order.choice(into), offset, length)
     for one in into:
         one.wait()
-    assert arrival.missing == 0 and bytes(slot) == DATA and arrival.pieces.compute_digest() == digest(DATA)
+    assert arrival.missing == 0 and bytes(slot) == DATA and arrival.pieces.compute_digest() == digest_bytes(DATA)
     assert sum(link.sent[-1] for link in links if link.sent) == SIZE - ranges.count_bytes(there)
 
 

@@ -297,9 +297,11 @@ def test_a_fault_of_ours_in_prolog_or_epilog_drains_no_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], strict: bool
 ) -> None:
     """Unless strict_prolog wants it."""
-    monkeypatch.setattr(prolog, "load", lambda: Settings(run_dir=str(tmp_path / "run"), strict_prolog=strict))
+    monkeypatch.setattr(
+        prolog, "load_site_settings", lambda: Settings(run_dir=str(tmp_path / "run"), strict_prolog=strict)
+    )
     monkeypatch.setattr(prolog, "_notes", [])
-    monkeypatch.setattr(epilog, "load", Settings)
+    monkeypatch.setattr(epilog, "load_site_settings", Settings)
 
     def fault(*_: object) -> int:
         raise KeyError("MemTotal")

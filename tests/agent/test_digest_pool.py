@@ -13,7 +13,7 @@ import pytest
 
 from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency, choose_thread_count
 from gemini_hpc.agent.replicas.memory import Memfd
-from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest
+from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest_bytes
 
 SIZE = 9 * PIECE_BYTES + 5
 DATA = Random(3).randbytes(SIZE)
@@ -43,17 +43,17 @@ def test_how_many() -> None:
 @pytest.mark.parametrize(("start", "end"), [(0, SIZE), (0, 0), (0, 1), (0, PIECE_BYTES), (17, SIZE), (5, 5)])
 def test_it_finds_the_digest(pool: DigestPool, memory: Memfd, start: int, end: int) -> None:
     found = asyncio.run(pool.digest(memory, end, start, urgency=Urgency.OWN))
-    assert found == memory.digest(end, start) == digest(DATA[start:end])
+    assert found == memory.digest(end, start) == digest_bytes(DATA[start:end])
 
 
 def test_many_at_once_and_parts_of_one(pool: DigestPool, memory: Memfd) -> None:
     readings = [pool.read(memory, SIZE - n, urgency=Urgency(n % 3)) for n in range(30)]
-    assert [reading.result() for reading in readings] == [digest(DATA[: SIZE - n]) for n in range(30)]
+    assert [reading.result() for reading in readings] == [digest_bytes(DATA[: SIZE - n]) for n in range(30)]
     pieces = Pieces(SIZE)
     halves = [pool.hash(memory, pieces, *half, urgency=Urgency.ARRIVING) for half in ((0, 4), (4, pieces.count))]
     for half in halves:
         half.result()
-    assert pieces.compute_digest() == digest(DATA)
+    assert pieces.compute_digest() == digest_bytes(DATA)
 
 
 def test_what_is_urgent_goes_first(memory: Memfd) -> None:

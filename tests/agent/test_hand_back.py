@@ -6,14 +6,14 @@ import os
 
 from waiting import until
 
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
 
 from .conftest import SIZE, STEP, AgentProcess, Caller
 from .test_local_bad_input import memfd
 
-DIGEST = digest(bytes(10))
+DIGEST = digest_bytes(bytes(10))
 
 
 def joined(agent: AgentProcess, rank: int, *, rejoin: bool) -> tuple[Caller, ControlPage]:

@@ -9,7 +9,7 @@ from waiting import until
 
 from gemini_hpc.agent import handover
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local
 
@@ -25,7 +25,7 @@ def ended(agent: AgentProcess) -> tuple[Copy, Stamp]:
         trainer.step()
     payload = b"3".ljust(1000)
     stamp = Stamp(trainer.epoch, 3)
-    copy = Copy("default", 0, 1, 0, SIZE, len(payload), stamp, digest(payload))
+    copy = Copy("default", 0, 1, 0, SIZE, len(payload), stamp, digest_bytes(payload))
     early = agent.caller().ask(local.TakeOver("default", 0, HEIR, *stamp, copy.digest))
     assert early == local.Error("the job still runs")
     assert agent.caller().ask(local.Epilog(JOB, 0, "1")) == local.Ok("detached")

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import until
 
-from gemini_hpc.core.digest import digest as digest_of
+from gemini_hpc.core.digest import digest_bytes as digest_of
 from gemini_hpc.wire import local
 from gemini_hpc.wire.traffic import TimelineState, TrafficState
 

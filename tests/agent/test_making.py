@@ -14,7 +14,7 @@ from gemini_hpc.agent.transfer import making
 from gemini_hpc.agent.transfer.pull import PullFailed
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Copy, Member
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 
 N, BLOCKS, SIZE = 5, 2, 1 << 16
@@ -33,7 +33,7 @@ class Stripe:
             memory = self.memory(SIZE)
             with memory.view() as view:
                 view[: len(data)] = data
-            copy = Copy("", rank, N, rank, SIZE, len(data), STAMP, digest(data))
+            copy = Copy("", rank, N, rank, SIZE, len(data), STAMP, digest_bytes(data))
             self.shards[rank] = memory, copy
         self.parities = {
             rank: self.beside(rank, [self.shards[o] for o in range(N) if o != rank]) for rank in range(N)

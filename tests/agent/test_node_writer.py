@@ -46,7 +46,7 @@ class Node:
         index = shard.pair.begin_version(stamp, None, frozenset(), voted=frozenset())
         with shard.memory[index].view() as view:
             view[:] = made.view
-        shard.pair.complete(index, stamp, made.digest(), made.used)
+        shard.pair.complete_slot(index, stamp, made.digest(), made.used)
         return shard
 
     def want(self, stamp: Stamp, attempt: int = 1, homes: frozenset[int] | None = None) -> bool:

@@ -28,7 +28,9 @@ from .contexts import made_context
 HOSTS = {f"n{k + 1}": k for k in range(4)}
 SMALL = b"generators"
 _ROW = TensorRow("w", "uint8", (256,), True, "cpu")
-DIRECTORY = shard_manifest.pack(ShardManifest(2, 4, (_ROW,), shard_manifest.place((_ROW,), [(0, (128,), (64,))])))
+DIRECTORY = shard_manifest.pack(
+    ShardManifest(2, 4, (_ROW,), shard_manifest.place_boxes((_ROW,), [(0, (128,), (64,))]))
+)
 LAYOUT = SlotLayout.plan(len(DIRECTORY), 64, 4096)
 AREAS = LAYOUT.manifest_bytes, LAYOUT.tensor_bytes, LAYOUT.small_capacity
 KEY = xxhash.xxh3_128(DIRECTORY).hexdigest()

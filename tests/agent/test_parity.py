@@ -16,7 +16,7 @@ from train.agents import RealJob
 from waiting import until
 
 from gemini_hpc.core import parity
-from gemini_hpc.core.digest import combine_pieces, digest
+from gemini_hpc.core.digest import combine_pieces, digest_bytes
 from gemini_hpc.core.ranges import list_gaps
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
@@ -150,7 +150,7 @@ class Rank:
         os.close(fds[0])
         for slot, fd in enumerate(self.fds):
             version = complete.get(slot, 0)
-            used, of = (USED[self.rank], digest(payload(self.rank, version))) if version else (0, "")
+            used, of = (USED[self.rank], digest_bytes(payload(self.rank, version))) if version else (0, "")
             back = local.HandBack(
                 "default", self.rank, self.world, self.home, SIZE, slot, welcome.epoch, version, used, of
             )
@@ -380,8 +380,8 @@ def spoil(site: Site, how: str) -> None:
         assert push.chunk(start, data[:100]) == 100
     else:
         assert push.chunk(start, data) == end - start
-        said = {"another digest": digest(b"x"), "no digest": "", "twice": digest(data)}[how]
-        push.link.send(peer.PushDone(digest(payload(0, site.version)), said))
+        said = {"another digest": digest_bytes(b"x"), "no digest": "", "twice": digest_bytes(data)}[how]
+        push.link.send(peer.PushDone(digest_bytes(payload(0, site.version)), said))
         if how == "no digest":
             assert push.ended()
         else:
@@ -493,5 +493,8 @@ def test_ranges_that_cannot_be_pulled(site: Site) -> None:
         head = link.receive(peer.PullHead)
         link.sock.settimeout(10)
         wanted = payload(0, 1)[10:20]
-        assert combine_pieces(head.pieces, 10) == digest(wanted) and link.sock.recv(10, socket.MSG_WAITALL) == wanted
+        assert (
+            combine_pieces(head.pieces, 10) == digest_bytes(wanted)
+            and link.sock.recv(10, socket.MSG_WAITALL) == wanted
+        )
     link.close()

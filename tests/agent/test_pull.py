@@ -17,7 +17,7 @@ from gemini_hpc.agent.replicas.digest_pool import DigestPool
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer import pull, pull_source
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.digest import PIECE_BYTES, digest
+from gemini_hpc.core.digest import PIECE_BYTES, digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import munge, peer
 from gemini_hpc.wire.handshake import HandshakeClient
@@ -27,7 +27,7 @@ from .test_push_bad_input import Site
 
 USED = 40 * PIECE_BYTES + 12345  # three runs, the last piece short
 DATA = random.Random(1).randbytes(USED)
-COPY = Copy("default", 0, 1, 0, USED, USED, Stamp(1, 1), digest(DATA))
+COPY = Copy("default", 0, 1, 0, USED, USED, Stamp(1, 1), digest_bytes(DATA))
 
 
 class Holder:
@@ -247,7 +247,7 @@ def test_nobody_has_a_right_copy(holders: Holders) -> None:
 
 def test_another_copy_than_planned_and_no_listener(holders: Holders) -> None:
     first = holders.add()
-    first._find = lambda ask: (Copy("default", 0, 1, 0, 5, 5, Stamp(1, 1), digest(b"12345")), first.memory)  # type: ignore[method-assign]
+    first._find = lambda ask: (Copy("default", 0, 1, 0, 5, 5, Stamp(1, 1), digest_bytes(b"12345")), first.memory)  # type: ignore[method-assign]
     holders.add()
     deaf = holders.add()
     source = deaf.source

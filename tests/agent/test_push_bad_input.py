@@ -23,7 +23,7 @@ from waiting import until
 from gemini_hpc.agent.replicas import replica_fills
 from gemini_hpc.agent.replicas.replica_fill import Fill
 from gemini_hpc.agent.replicas.store import Shard
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Slot, Stamp
 from gemini_hpc.wire import local, munge, peer
 from gemini_hpc.wire.control_page import ControlPage
@@ -352,7 +352,7 @@ def test_a_digest_of_something_else(site: Site) -> None:
     push = site.push()
     assert push.offer(site.version + 1) == "" and push.chunk(0, b"x" * USED) == USED
     with pytest.raises(CLOSED):  # its home is not to count what is not here
-        push.done(digest(b"y" * USED))
+        push.done(digest_bytes(b"y" * USED))
     until(
         lambda: "the copy's digest differs after the transfer" in site.holder.log(),
         what="the damaged copy is refused",
@@ -631,7 +631,7 @@ def test_what_was_kept_since_the_version_in_that_slot_does_not_come(site: Site) 
     assert answer == peer.PushAnswer(present=((0, 1000), (1500, 2000))), site.slots()
     assert push.chunk(1000, b"x" * 500) == 500 and push.chunk(2000, b"x" * (USED - 2000)) == USED - 1500
     old = payload(0, base)
-    push.done(digest(old[:1000] + b"x" * 500 + old[1500:2000] + b"x" * (USED - 2000)))
+    push.done(digest_bytes(old[:1000] + b"x" * 500 + old[1500:2000] + b"x" * (USED - 2000)))
     assert complete(site, new)
     push.close()
     site.version = new  # the next seal is of a later one
@@ -696,7 +696,7 @@ def test_what_was_filled_wrongly_is_no_copy_and_no_more_is_filled(site: Site) ->
     push = site.push()
     assert push.answer(peer.PushHead(new, USED, SIZE)).present == ((0, 2500),)
     push.chunk(2500, payload(0, new)[2500:])
-    push.done(digest(payload(0, new)))
+    push.done(digest_bytes(payload(0, new)))
     assert not complete(site, new)
     refused = rank.caller.ask(local.Fill("default", 0, new + 1))
     assert refused == local.Error("what is replicated here is not what rank 0 has")

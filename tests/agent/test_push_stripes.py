@@ -10,7 +10,7 @@ import pytest
 import xxhash
 from waiting import until
 
-from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest
+from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest_bytes
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 
@@ -70,7 +70,7 @@ def test_bytes_come_over_all_of_them_in_any_order(site: Site, three: list[Push])
     assert three[2].chunk(MID, data[MID:-9]) == USED - 9 - MID
     assert three[0].chunk(USED - 9, data[-9:]) == 9
     assert three[1].chunk(0, data[:100]) == 100 and three[1].chunk(100, data[100:MID]) == MID
-    three[0].done(digest(data))
+    three[0].done(digest_bytes(data))
     site.version += 1
     assert ("complete", (site.ranks[0].epoch, site.version)) in site.slots()
     assert three[0].offer(site.version + 1, USED, SIZE) == "", "and they serve for the next"
@@ -215,13 +215,13 @@ def flipped(data: bytes, *places: int) -> bytes:
 def test_only_bad_pieces_are_asked_for(site: Site, three: list[Push]) -> None:
     data = payload(0, site.version + 1, USED)
     three[0].chunk(0, flipped(data, 3, PIECE_BYTES - 1, USED - 1))
-    three[0].link.send(peer.PushDone(digest(data), pieces=listed(data)))
+    three[0].link.send(peer.PushDone(digest_bytes(data), pieces=listed(data)))
     last = USED // PIECE_BYTES
     assert three[0].link.receive(peer.PushAgain) == peer.PushAgain((0, last))
     three[1].chunk(last * PIECE_BYTES, data[last * PIECE_BYTES :])
     three[0].chunk(0, data[:100])
     three[2].chunk(100, data[100:PIECE_BYTES])
-    three[0].done(digest(data), listed(data))
+    three[0].done(digest_bytes(data), listed(data))
     site.version += 1
     assert ("complete", (site.ranks[0].epoch, site.version)) in site.slots()
 
@@ -234,7 +234,7 @@ def test_a_version_is_mended_once(site: Site, three: list[Push], how: str) -> No
     lead = three[0]
     lead.chunk(0, flipped(data, MID))
     known = {"no list": b"", "a list of something else": listed(flipped(data, 9))}.get(how, listed(data))
-    lead.link.send(peer.PushDone(digest(data), pieces=known))
+    lead.link.send(peer.PushDone(digest_bytes(data), pieces=known))
     if "list" not in how:
         assert lead.link.receive(peer.PushAgain).pieces == (2,)
         start, end = 2 * PIECE_BYTES, 3 * PIECE_BYTES
@@ -242,10 +242,10 @@ def test_a_version_is_mended_once(site: Site, three: list[Push], how: str) -> No
             three[1].link.send(peer.PushChunk(end, 10))
         elif how == "too early":
             lead.chunk(start, data[start : end - 1])
-            lead.link.send(peer.PushDone(digest(data), pieces=known))
+            lead.link.send(peer.PushDone(digest_bytes(data), pieces=known))
         else:
             lead.chunk(start, flipped(data, MID if how == "bad again" else 0)[start:end])
-            said = digest(data if how == "bad again" else data[1:])
+            said = digest_bytes(data if how == "bad again" else data[1:])
             lead.link.send(peer.PushDone(said, pieces=known))
     assert all(one.ended() for one in three)
     assert f"event=mended host=n2 version={site.version + 1} " not in site.holder.log()

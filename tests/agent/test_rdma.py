@@ -118,7 +118,7 @@ class Pair:
         if not arrived or found != wanted:
             self.slots.empty_slot(index)
             return False
-        self.slots.complete(index, stamp, found, used)
+        self.slots.complete_slot(index, stamp, found, used)
         self.sealed = stamp
         return True
 
@@ -237,7 +237,7 @@ def pair(wire: Wire) -> Iterator[Pair]:
 @pytest.mark.parametrize("how", ["other key", "other address", "before", "behind", "no such key", "after the end"])
 def test_a_peer_reaches_nothing_but_the_slot_that_it_was_given(pair: Pair, how: str) -> None:
     """Slot 1 is complete while slot 0 is open."""
-    pair.slots.complete(
+    pair.slots.complete_slot(
         pair.slots.begin_version(Stamp(1, 1), None, frozenset(), voted=frozenset()), Stamp(1, 1), "", 0
     )
     index = pair.slots.begin_version(Stamp(1, 2), Stamp(1, 1), frozenset(), voted=frozenset())

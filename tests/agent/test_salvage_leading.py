@@ -114,7 +114,7 @@ class Agent:
 
     def _shard(self, rank: int) -> Any:
         pair = SlotPair()
-        pair.complete(pair.begin_version(SEALED, None, frozenset(), voted=frozenset()), SEALED, DIGEST, 10)
+        pair.complete_slot(pair.begin_version(SEALED, None, frozenset(), voted=frozenset()), SEALED, DIGEST, 10)
         return SimpleNamespace(training="default", rank=rank, world=len(self.net.hosts), home=rank, pair=pair)
 
     def knows_nothing(self) -> None:

@@ -138,7 +138,7 @@ def test_another_incarnation_counts_and_so_does_another_root(net: Net) -> None:
     net.begin(1)
     net.agents["n1"] = net._agent(0, "n1")  # a new agent knows nothing; those below do
     net.end(0, n3=Cause.CRASHED, at=20)
-    assert net.agents["n2"]._tally.count("n3") == 2 and not net.found
+    assert net.agents["n2"]._tally.count_failures("n3") == 2 and not net.found
     net.begin(2)
     net.end(0, n3=Cause.CRASHED, at=30)
     assert len(net.found) == 1
@@ -179,7 +179,7 @@ def test_strangers_are_not_heard(net: Net) -> None:
     net.agents["n1"].on_message(net.incarnations["n1"], "n3", peer.Unhealthy("n3", 2, "Xid 79"))
     net.settle()
     assert not net.found
-    assert not net.events and net.agents["n1"]._tally.count("n2") == 0
+    assert not net.events and net.agents["n1"]._tally.count_failures("n2") == 0
 
 
 def test_no_more_attempts_are_judged_at_a_time_than_there_is_room_for(net: Net) -> None:

@@ -18,7 +18,7 @@ from gemini_hpc.agent.transfer import stripes
 from gemini_hpc.agent.transfer.arrival import Arrival, Connection
 from gemini_hpc.agent.transfer.push_sender import Channel, PushLost
 from gemini_hpc.agent.transfer.stripes import Stripes
-from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest
+from gemini_hpc.core.digest import PIECE_BYTES, Pieces, digest_bytes
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.handshake import LinkSession
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
@@ -93,7 +93,7 @@ def test_all_bytes_arrive_and_all_are_acknowledged(
     sending.close()
     for thread in threads:
         thread.join(5)
-    assert arrival.missing == 0 and arrival.pieces.compute_digest() == digest(there)
+    assert arrival.missing == 0 and arrival.pieces.compute_digest() == digest_bytes(there)
     assert bytes(there) == random.Random(3).randbytes(USED)
 
 

@@ -25,7 +25,7 @@ class Node:
 
     def save(self, stamp: Stamp, moment: Moment) -> None:
         index = self.pair.begin_version(stamp, SEALED, self.voting.decision.abandoned, voted=self.voting.voted)
-        self.pair.complete(index, stamp, "digest", 1, moment)
+        self.pair.complete_slot(index, stamp, "digest", 1, moment)
         self.vote()
 
     def vote(self) -> None:

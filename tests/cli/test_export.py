@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from gemini_hpc.cli import main
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import ShardManifest
@@ -65,7 +65,7 @@ def store(tier: Path, shards: list[ParsedSlot], job: int = 7, training_name: str
     where = version_directory(tier, job, training_name, stamp)
     files = []
     for rank, one in enumerate(shards):
-        kept = [(one, rank, digest(one.view[: one.header.used_bytes]))]
+        kept = [(one, rank, digest_bytes(one.view[: one.header.used_bytes]))]
         files.append(nodefile.write(where, version.format_node_file(rank), kept, lambda count: None))
     manifest = version.VersionManifest(job, training_name, stamp, len(shards), 1e9, tuple(files))
     Path(where, version.MANIFEST).write_bytes(version.pack(manifest))
@@ -78,7 +78,7 @@ def train(tree: StateTree) -> ParsedSlot:
     described = [tree.describe(leaf, 1)[0] for leaf in leaves]
     boxes = [(number, (0,) * len(row.shape), row.shape) for number, row in enumerate(described)]
     manifest = ShardManifest(
-        0, 1, tuple(described), shard_manifest.place(tuple(described), boxes), dict(tree.aliases)
+        0, 1, tuple(described), shard_manifest.place_boxes(tuple(described), boxes), dict(tree.aliases)
     )
 
     def fill(area: memoryview) -> None:

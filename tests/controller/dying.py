@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-from gemini_hpc.config import load
+from gemini_hpc.config import load_site_settings
 from gemini_hpc.controller import service
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.slurm import Slurm
@@ -50,4 +50,4 @@ async def dying_call(self: Slurm, tool: str, *args: str, **more: Any) -> bytes:
 
 Journal.write_line = dying_write  # type: ignore[method-assign]
 Slurm._call_tool = dying_call  # type: ignore[method-assign]
-sys.exit(service.main(load()))
+sys.exit(service.main(load_site_settings()))

@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import suppress
 
-from gemini_hpc.config import load
+from gemini_hpc.config import load_site_settings
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import controller, inspect_schema, peer
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
@@ -22,7 +22,7 @@ from gemini_hpc.wire.link import Link, LinkClosed, accept, connect
 from gemini_hpc.wire.ports import list_candidates
 
 BEAT_S, SILENCE_S = 0.15, 0.6
-SETTINGS = load()
+SETTINGS = load_site_settings()
 JOB, RESTART, HOST, HOSTS = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], tuple(sys.argv[4].split(","))
 MODE = sys.argv[5] if len(sys.argv) > 5 else ""
 INSTANCE = secrets.token_hex(4)

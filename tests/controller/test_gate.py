@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import gemini_hpc
-from gemini_hpc.config import ConfigError, Settings, parse
+from gemini_hpc.config import ConfigError, Settings, parse_settings
 from gemini_hpc.controller import withheld
 from gemini_hpc.controller.gate import Gate, GatedSlurm, WithheldError
 from gemini_hpc.controller.probe import ProbeResult
@@ -114,10 +114,10 @@ def test_nobody_goes_round_the_gate() -> None:
 
 def test_settings() -> None:
     assert Settings().mode == "act"
-    assert parse('mode = "canary"\ncanary_partitions = ["debug"]').canary_partitions == ("debug",)
+    assert parse_settings('mode = "canary"\ncanary_partitions = ["debug"]').canary_partitions == ("debug",)
     for text in ('mode = "on"', 'mode = "canary"', 'canary_partitions = ["debug"]'):
         with pytest.raises(ConfigError):
-            parse(text)
+            parse_settings(text)
 
 
 def test_a_waiting_job_of_several_partitions() -> None:

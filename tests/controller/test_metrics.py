@@ -15,7 +15,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
-from gemini_hpc.config import ConfigError, Settings, parse
+from gemini_hpc.config import ConfigError, Settings, parse_settings
 from gemini_hpc.controller import metrics
 from gemini_hpc.controller.metrics import EVENTS, Metrics
 from gemini_hpc.controller.withheld import Withheld
@@ -121,7 +121,7 @@ def test_what_cannot_be_used_ends_nothing(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_settings() -> None:
     for good in ("", "127.0.0.1:9417", "[::1]:9417"):
-        assert parse(f'metrics_listen = "{good}"').metrics_listen == good
+        assert parse_settings(f'metrics_listen = "{good}"').metrics_listen == good
     for text in (
         'metrics_listen = "9417"',
         'metrics_listen = "h:0"',
@@ -129,7 +129,7 @@ def test_settings() -> None:
         'metrics_file = "x"',
     ):
         with pytest.raises(ConfigError, match="metrics_"):
-            parse(text)
+            parse_settings(text)
 
 
 def test_alerts_and_dashboard_ask_for_figures_that_exist(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 from gemini_hpc.core.copy import Copy as CopyInfo
 from gemini_hpc.core.copy import Member
 from gemini_hpc.core.placement import list_holders, list_homes
-from gemini_hpc.core.recovery_plan import Inventory, choose_stamp, plan
+from gemini_hpc.core.recovery_plan import Inventory, choose_stamp, plan_recovery
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Refused, Slot, SlotPair, Stamp
-from gemini_hpc.core.votes import Decision, Root, Vote, build_vote, merge
+from gemini_hpc.core.votes import Decision, Root, Vote, build_vote, merge_votes
 
 Pair = tuple[tuple[str, int], tuple[str, int], int]  # both slots in order, and the version last begun
 Versions = tuple[int, ...]
@@ -269,7 +269,7 @@ def _made(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> i
                 if name == "complete"
             )
             inventories[host] = Inventory(host, noderanks, 0, copies, 0)
-    found = plan(inventories, [*inventories, "new"], m, parity=1).find_training_plan("")
+    found = plan_recovery(inventories, [*inventories, "new"], m, parity=1).find_training_plan("")
     return found.chosen.version if found is not None and found.chosen is not None else None
 
 
@@ -328,7 +328,7 @@ def _complete(pair: Pair) -> Pair | None:
     production = _production(pair)
     for index, slot in enumerate(production.slots):
         if slot.state == "filling" and slot.stamp is not None:
-            production.complete(index, slot.stamp, "", 0)
+            production.complete_slot(index, slot.stamp, "", 0)
             return _model(production)
     return None
 
@@ -360,8 +360,8 @@ def _sealed(ballots: tuple[Ballot, ...]) -> int:
 def _ask_root(ballots: tuple[Ballot, ...]) -> Decision:
     """Through the tree, with a root that has forgotten everything but the votes."""
     root = Root(["root", "others"])
-    root.update("root", _vote(ballots[0]))
-    root.update("others", merge(map(_vote, ballots[1:])))
+    root.record_vote("root", _vote(ballots[0]))
+    root.record_vote("others", merge_votes(map(_vote, ballots[1:])))
     return root.decide()
 
 

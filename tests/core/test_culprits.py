@@ -57,16 +57,16 @@ def tally(*blames: Blame, host: str = "n1") -> Tally:
     """A tally of attempts that failed one after the other on one node."""
     found = Tally()
     for attempt, blame in enumerate(blames):
-        assert found.blame(host, key(attempt), blame)
+        assert found.record_blame(host, key(attempt), blame)
     return found
 
 
 def test_a_node_is_sick_when_its_ranks_failed_first_twice_and_one_attempt_counts_once() -> None:
     found = tally(Blame(1, Cause.CRASHED, 10))
-    assert not found.blame("n1", key(0), Blame(1, Cause.CRASHED, 40))
-    assert found.count("n1") == 1 and found.count("n2") == 0 and not found.list_sick_nodes()
-    assert found.blame("n1", key(0, restart=1), Blame(1, Cause.CRASHED, 40))
-    assert found.count("n1") == SICK and found.list_sick_nodes() == ["n1"], "of another incarnation"
+    assert not found.record_blame("n1", key(0), Blame(1, Cause.CRASHED, 40))
+    assert found.count_failures("n1") == 1 and found.count_failures("n2") == 0 and not found.list_sick_nodes()
+    assert found.record_blame("n1", key(0, restart=1), Blame(1, Cause.CRASHED, 40))
+    assert found.count_failures("n1") == SICK and found.list_sick_nodes() == ["n1"], "of another incarnation"
 
 
 def test_a_users_bug_speaks_against_no_node() -> None:
@@ -77,7 +77,7 @@ def test_a_users_bug_speaks_against_no_node() -> None:
         "a collective that one rank leaves out": [Blame(3, Cause.HUNG, 7)] * 3,
         "a device that the program asks for in vain": [Blame(3, Cause.DEVICE, 0)] * 4,
     }.items():
-        assert tally(*blames).count("n1") < SICK, what
+        assert tally(*blames).count_failures("n1") < SICK, what
 
 
 def test_a_device_that_is_gone_for_good_is_counted_before_the_first_step() -> None:
@@ -86,14 +86,14 @@ def test_a_device_that_is_gone_for_good_is_counted_before_the_first_step() -> No
 
 def test_a_rank_that_takes_its_failure_along_speaks_against_no_node() -> None:
     found = tally(Blame(3, Cause.CRASHED, 10), Blame(3, Cause.CRASHED, 20), Blame(5, Cause.CRASHED, 30))
-    assert found.count("n1") == 3
-    found.blame("n2", key(9), Blame(3, Cause.CRASHED, 40))
-    assert found.count("n1") == 1 and found.count("n2") == 0
+    assert found.count_failures("n1") == 3
+    found.record_blame("n2", key(9), Blame(3, Cause.CRASHED, 40))
+    assert found.count_failures("n1") == 1 and found.count_failures("n2") == 0
 
 
 def test_a_tally_is_bounded() -> None:
     found = tally(*(Blame(0, Cause.CRASHED, 10 * (1 + at)) for at in range(2 * MOST_KEYS)))
-    assert found.count("n1") == MOST_KEYS
+    assert found.count_failures("n1") == MOST_KEYS
     for at in range(MOST_HOSTS):
-        found.blame(f"m{at}", key(0), Blame(1 + at, Cause.CRASHED, 10))
-    assert found.count("n1") == 0 and found.count(f"m{MOST_HOSTS - 1}") == 1
+        found.record_blame(f"m{at}", key(0), Blame(1 + at, Cause.CRASHED, 10))
+    assert found.count_failures("n1") == 0 and found.count_failures(f"m{MOST_HOSTS - 1}") == 1

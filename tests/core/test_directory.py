@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
 
-from gemini_hpc.format.shard_manifest import Piece, ShardManifest, TensorRow, pack, place, unpack
+from gemini_hpc.format.shard_manifest import Piece, ShardManifest, TensorRow, pack, place_boxes, unpack
 
 ROW = TensorRow("model.w", "float32", (4, 3), True, "cpu")
 GOOD = ShardManifest(0, 1, (ROW,), (Piece(0, (2, 0), (2, 3), 64),))
@@ -47,5 +47,5 @@ def test_places_are_aligned_and_apart() -> None:
         TensorRow("model.b", "bfloat16", (5,), True, "cpu"),
         TensorRow("model.s", "float32", (), True, "cpu"),
     )
-    pieces = place(rows, [(0, (0, 0), (4, 3)), (1, (0,), (5,)), (0, (0, 0), (0, 3)), (2, (), ())])
+    pieces = place_boxes(rows, [(0, (0, 0), (4, 3)), (1, (0,), (5,)), (0, (0, 0), (0, 3)), (2, (), ())])
     assert [p.at for p in pieces] == [0, 64, 128]

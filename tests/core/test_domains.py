@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from refusals import refusal
 
 from gemini_hpc.core import domains, placement
-from gemini_hpc.core.domains import Shared, arrange, find_fatal_domains, measure_separation
+from gemini_hpc.core.domains import Shared, arrange_nodes, find_fatal_domains, measure_separation
 from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
 
 small = st.integers(2, 8).flatmap(
@@ -65,7 +65,7 @@ def fewest_pairs(of: list[str], m: int) -> int:
 @settings(max_examples=400)
 def test_no_other_order_has_fewer_pairs(case: tuple[list[str], int]) -> None:
     of, m = case
-    found = arrange(of, m)
+    found = arrange_nodes(of, m)
     assert pairs(found, of, m) == fewest_pairs(of, m)
     told = measure_separation(
         {f"n{r}": name for r, name in enumerate(of)}, {f"n{r}": r for r in range(len(of))}, m, found
@@ -88,11 +88,11 @@ def test_no_other_order_has_fewer_pairs(case: tuple[list[str], int]) -> None:
 def test_as_many_domains_can_be_lost_as_in_any_order(case: tuple[list[str], int]) -> None:
     of, m = case
     least = min(len(find_fatal_domains(of, m, PlacementOrder(ranks))) for ranks in permutations(range(len(of))))
-    assert len(find_fatal_domains(of, m, arrange(of, m))) == least
+    assert len(find_fatal_domains(of, m, arrange_nodes(of, m))) == least
 
 
 def test_two_racks_of_two() -> None:
-    assert arrange(["rack1", "rack1", "rack2", "rack2"], 2) == PlacementOrder((0, 2, 1, 3))
+    assert arrange_nodes(["rack1", "rack1", "rack2", "rack2"], 2) == PlacementOrder((0, 2, 1, 3))
     assert find_fatal_domains(["rack1", "rack1", "rack2", "rack2"], 2) == {"rack1", "rack2"}
     assert find_fatal_domains(["rack1", "rack1", "rack2", "rack2"], 2, PlacementOrder((0, 2, 1, 3))) == set()
 
@@ -105,12 +105,12 @@ def test_ranks_keep_their_places_where_nothing_is_better() -> None:
         ["a", "b", "c", "d"],
         ["a", "", "a", ""],
     ):
-        assert arrange(of, 2) is AS_RANKED, of
+        assert arrange_nodes(of, 2) is AS_RANKED, of
 
 
 def test_the_wider_domains_are_kept_apart_too() -> None:
     of = [f"spine{r // 4}.leaf{r // 2}" for r in range(8)]
-    found = arrange(of, 2)
+    found = arrange_nodes(of, 2)
     spines = [name.split(".")[0] for name in of]
     assert pairs(found, of, 2) == pairs(found, spines, 2) == 0
 
@@ -118,8 +118,8 @@ def test_the_wider_domains_are_kept_apart_too() -> None:
 @given(paths, st.integers(1, 4))
 def test_it_is_an_order_that_depends_on_nothing_else(of: list[str], m: int) -> None:
     m = min(m, len(of))
-    found = arrange(of, m)
-    assert found == arrange(list(of), m)
+    found = arrange_nodes(of, m)
+    assert found == arrange_nodes(list(of), m)
     assert sorted(found.ranks) == list(range(len(of))) or found is AS_RANKED
     assert pairs(found, of, m) <= pairs(AS_RANKED, of, m)
     if m > 1:
@@ -155,7 +155,7 @@ def test_what_is_told_has_bounds() -> None:
 def test_a_hundred_thousand_nodes(m: int) -> None:
     of = [f"s{rank // 1024}.l{rank // 32}" for rank in range(100_001)]
     began = time.process_time()
-    found = arrange(of, m)
+    found = arrange_nodes(of, m)
     assert time.process_time() - began < 20
     assert not find_fatal_domains(of, m, found) and pairs(found, of, m) == 0
 

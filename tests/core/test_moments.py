@@ -11,15 +11,15 @@ from gemini_hpc.core.moments import (
     UNKNOWN,
     Moment,
     MomentReport,
-    add,
+    add_marks,
     describe_difference,
     is_common,
     weigh_collective,
     weigh_message,
 )
-from gemini_hpc.core.recovery_plan import Inventory, plan
+from gemini_hpc.core.recovery_plan import Inventory, plan_recovery
 from gemini_hpc.core.slots import Slot, SlotPair, Stamp
-from gemini_hpc.core.votes import Decision, Marks, Root, Vote, build_vote, merge
+from gemini_hpc.core.votes import Decision, Marks, Root, Vote, build_vote, merge_votes
 
 WORLD = 8
 
@@ -52,12 +52,14 @@ def test_marks_cancel_each_other_exactly_where_counts_are_equal(
         sums[sender] += sent * weigh_message(sender, receiver)
         sums[receiver] -= received * weigh_message(sender, receiver)
     alike = all(len(set(count.values())) == 1 for count in counts) and all(a == b for a, b in messages.values())
-    assert is_common(add(mark % MODULUS for mark in sums)) == alike
+    assert is_common(add_marks(mark % MODULUS for mark in sums)) == alike
 
 
 def test_a_group_of_one_says_nothing_and_neither_does_who_did_not_count() -> None:
     assert weigh_collective([3], 3) == weigh_collective([], 0) == weigh_collective([1, 2], 3) == 0
-    assert add([1, UNKNOWN, 2]) == UNKNOWN and is_common(UNKNOWN) and not is_common(1) and is_common(add([]))
+    assert (
+        add_marks([1, UNKNOWN, 2]) == UNKNOWN and is_common(UNKNOWN) and not is_common(1) and is_common(add_marks([]))
+    )
 
 
 # ---- votes ---------------------------------------------------------------------------------------------
@@ -78,33 +80,35 @@ def votes(version: int, *marks: int) -> list[Vote]:
 def test_a_version_that_ranks_do_not_mean_alike_is_void() -> None:
     root, seven, eight = Root("ab"), Stamp(0, 7), Stamp(0, 8)
     for member, vote in zip("ab", votes(7, 5, MODULUS - 4), strict=True):
-        root.update(member, vote, 2)
+        root.record_vote(member, vote, 2)
     assert root.decide() == Decision(None, frozenset({seven}), seven)
-    root.explain("they differ")
+    root.record_difference("they differ")
     assert root.decide().why == "they differ"
     for member, vote in zip("ab", votes(8, 5, MODULUS - 5), strict=True):
-        root.update(member, vote, 2)
+        root.record_vote(member, vote, 2)
     assert root.decide() == Decision(eight), "ranks that agree again are protected again"
 
 
 def test_each_shard_counts_once() -> None:
     a, b, c = votes(7, 5, 6, MODULUS - 11)
     for order in ([a, b, c], [c, a, b]):
-        assert merge(order).marks == {Stamp(0, 7): Marks(0, 3)}
-    assert merge([a, b]).marks == merge([b, a]).marks == {Stamp(0, 7): Marks(11, 2)}
+        assert merge_votes(order).marks == {Stamp(0, 7): Marks(0, 3)}
+    assert merge_votes([a, b]).marks == merge_votes([b, a]).marks == {Stamp(0, 7): Marks(11, 2)}
 
 
 def test_a_void_version_is_abandoned_before_its_copies_are_there() -> None:
     """Copies that are filled from other ranks' tensors cannot become complete: the tensors differ."""
     root, seven = Root(["job"]), Stamp(0, 7)
     homes = [pair(7, 5), pair(7, 6)]
-    root.update("job", build_vote([*homes, SlotPair([Slot("filling", seven), Slot()], high=seven)], own=homes), 2)
+    root.record_vote(
+        "job", build_vote([*homes, SlotPair([Slot("filling", seven), Slot()], high=seven)], own=homes), 2
+    )
     assert root.decide() == Decision(None, frozenset({seven}), seven)
 
 
 def test_agents_of_an_earlier_release_are_believed() -> None:
     a, _, _ = votes(7, 5, 6, MODULUS - 11)
-    assert merge([a, Vote(frozenset({Stamp(0, 7)}))]).marks is None, "an agent that does not say"
+    assert merge_votes([a, Vote(frozenset({Stamp(0, 7)}))]).marks is None, "an agent that does not say"
 
 
 # ---- recovery ------------------------------------------------------------------------------------------
@@ -122,7 +126,7 @@ def test_a_version_that_ranks_do_not_mean_alike_is_not_resumed() -> None:
 
     def chosen(copies: list[Copy]) -> tuple[Stamp | None, tuple[str, ...]]:
         inventories = {h: Inventory(h, noderanks, 0, tuple(copies), 0, (("", Stamp(0, 6)),)) for h in noderanks}
-        made = plan(inventories, list(noderanks), 2)
+        made = plan_recovery(inventories, list(noderanks), 2)
         return made.trainings[0].chosen, made.warnings
 
     stamp, warnings = chosen(copies)

@@ -214,12 +214,12 @@ def test_what_the_option_asks_for() -> None:
         ("rs:4+2", (6, 2), "rs:4+2"),
         ("rs:28+4", (32, 4), "rs:28+4"),
     ):
-        assert redundancy.parse(text) == wanted and redundancy.format_redundancy(*wanted) == name, text
+        assert redundancy.parse_redundancy(text) == wanted and redundancy.format_redundancy(*wanted) == name, text
 
 
 def test_another_value_is_refused() -> None:
     for text in ("xor:1", "xor:33", "xor:04", "rs:4", "rs:4+5", "rs:29+4", "rs:0+1", "rs:4+2 ", "raid"):
-        assert "wanted replicate" in refusal(ValueError, redundancy.parse, text), text
+        assert "wanted replicate" in refusal(ValueError, redundancy.parse_redundancy, text), text
 
 
 def test_one_hundred_thousand_nodes_are_counted() -> None:

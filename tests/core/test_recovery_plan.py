@@ -16,7 +16,7 @@ from gemini_hpc.core.recovery_plan import (
     choose_stamp,
     compute_first_epoch,
     inherit_stamp,
-    plan,
+    plan_recovery,
 )
 from gemini_hpc.core.slots import Stamp
 
@@ -56,7 +56,7 @@ def without(inventory: Inventory, rank: int, stamp: Stamp) -> Inventory:
 
 
 def the_set(inventories: dict[str, Inventory], hosts: list[str] = HOSTS, m: int = 2) -> TrainingPlan:
-    found = plan(inventories, hosts, m).find_training_plan("")
+    found = plan_recovery(inventories, hosts, m).find_training_plan("")
     assert found is not None
     return found
 
@@ -64,7 +64,7 @@ def the_set(inventories: dict[str, Inventory], hosts: list[str] = HOSTS, m: int 
 def test_a_replacement_pulls_its_own_shard_and_its_peers() -> None:
     inventories = job()
     del inventories["n1"]
-    made = plan(inventories, ["new", "n0", "n2", "n3"], 2)
+    made = plan_recovery(inventories, ["new", "n0", "n2", "n3"], 2)
     assert made.noderanks == {"n0": 0, "new": 1, "n2": 2, "n3": 3}
     assert (made.epoch, made.gone, made.survivable, made.warnings) == (1, ("n1",), True, ())
     found = made.find_training_plan("")
@@ -82,19 +82,19 @@ def test_an_untouched_job_moves_nothing() -> None:
 
 
 def test_a_first_start_has_no_plan() -> None:
-    made = plan({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2)
+    made = plan_recovery({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2)
     assert (made.epoch, made.trainings, made.survivable) == (0, (), True)
     assert made.noderanks == {host: node for node, host in enumerate(HOSTS)}
-    assert plan({}, HOSTS, 2, min_epoch=7).epoch == 7
+    assert plan_recovery({}, HOSTS, 2, min_epoch=7).epoch == 7
 
 
 def test_an_epoch_that_nobody_remembers_is_not_used_again() -> None:
     """All nodes of an incarnation are lost: the next one's epochs are above all that it can have used."""
     inventories, epoch = job(), 0
     for _ in range(20):  # rounds of the incarnation that is lost
-        epoch = plan(inventories, HOSTS, 2, min_epoch=compute_first_epoch(3)).epoch
+        epoch = plan_recovery(inventories, HOSTS, 2, min_epoch=compute_first_epoch(3)).epoch
         inventories = {host: replace(inventory, max_epoch=epoch) for host, inventory in inventories.items()}
-    assert plan({}, HOSTS, 2, min_epoch=compute_first_epoch(4)).epoch > epoch > compute_first_epoch(3)
+    assert plan_recovery({}, HOSTS, 2, min_epoch=compute_first_epoch(4)).epoch > epoch > compute_first_epoch(3)
 
 
 def test_the_highest_version_that_is_whole_is_chosen() -> None:
@@ -148,16 +148,16 @@ def test_the_last_sealed_version_is_the_fallback_whatever_lies_between() -> None
 def test_the_epoch_is_above_all_that_anybody_has_seen() -> None:
     inventories = job(stamps=(Stamp(3, 5),), sealed=None)
     inventories["n2"] = replace(inventories["n2"], max_epoch=7)
-    assert plan(inventories, HOSTS, 2).epoch == 8
-    assert plan(inventories, HOSTS, 2, min_epoch=20).epoch == 20
-    assert plan(job(stamps=(Stamp(3, 5),)), HOSTS, 2).epoch == 4
+    assert plan_recovery(inventories, HOSTS, 2).epoch == 8
+    assert plan_recovery(inventories, HOSTS, 2, min_epoch=20).epoch == 20
+    assert plan_recovery(job(stamps=(Stamp(3, 5),)), HOSTS, 2).epoch == 4
 
 
 def test_lost_shards_are_named_with_their_holders() -> None:
     inventories = job()
     del inventories["n0"], inventories["n1"]
     inventories["n2"] = replace(inventories["n2"], copies=(*inventories["n2"].copies, copy(0, Stamp(0, 3))))
-    made = plan(inventories, ["n2", "n3", "a", "b"], 2)
+    made = plan_recovery(inventories, ["n2", "n3", "a", "b"], 2)
     found = made.find_training_plan("")
     assert found is not None
     assert (found.outcome, found.chosen, made.survivable, made.gone) == ("lost", None, False, ("n0", "n1"))
@@ -183,7 +183,7 @@ def test_a_digest_that_fewer_hosts_have_is_not_used() -> None:
         others = without(inventories[host], 0, FIVE).copies
         inventories[host] = replace(inventories[host], copies=(copy(0, world=3, digest=digest), *others))
     hosts = HOSTS[:3]
-    made = plan(inventories, hosts, 3)
+    made = plan_recovery(inventories, hosts, 3)
     found = made.find_training_plan("")
     assert found is not None
     assert found.shards[0].digest == "good"
@@ -193,7 +193,7 @@ def test_a_digest_that_fewer_hosts_have_is_not_used() -> None:
         "training '': digests of shard 0 at version 0.5 differ: using that of n1, n2, not of n0",
     )
     inventories["n2"] = without(inventories["n2"], 0, FIVE)
-    tied = plan(inventories, hosts, 3).find_training_plan("")
+    tied = plan_recovery(inventories, hosts, 3).find_training_plan("")
     assert tied is not None
     assert tied.shards[0].digest == "bad"  # one against one: the home node's
 
@@ -202,9 +202,9 @@ def test_the_map_of_the_latest_restart_counts() -> None:
     inventories = job()
     old = {"n3": 0, "n2": 1, "n1": 2, "n0": 3}
     inventories["n0"] = replace(inventories["n0"], noderanks=old, map_restart=-1)
-    assert plan(inventories, HOSTS, 2).noderanks == {host: node for node, host in enumerate(HOSTS)}
+    assert plan_recovery(inventories, HOSTS, 2).noderanks == {host: node for node, host in enumerate(HOSTS)}
     inventories["n0"] = replace(inventories["n0"], map_restart=0)
-    made = plan(inventories, ["n1", "n0", "n2", "n3"], 2)
+    made = plan_recovery(inventories, ["n1", "n0", "n2", "n3"], 2)
     assert made.noderanks == {host: node for node, host in enumerate(HOSTS)}
     assert made.warnings == ("node-rank maps of restart 0 differ: using that of n1, not of n0",)
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_is_ignored_and_said() -> None:
         structs.replace(copy(0, Stamp(9, 9)), world=10**18),
     ]
     inventories["n0"] = replace(inventories["n0"], copies=(*inventories["n0"].copies, *hostile))
-    made = plan(inventories, HOSTS, 2)
+    made = plan_recovery(inventories, HOSTS, 2)
     found = made.find_training_plan("")
     assert found is not None
     assert found.chosen == FIVE
@@ -229,7 +229,7 @@ def test_sets_are_planned_apart() -> None:
     inventories = job()
     second = tuple(copy(rank, Stamp(0, 40), world=2, name="critic") for rank in range(2))
     inventories["n2"] = replace(inventories["n2"], copies=(*inventories["n2"].copies, *second))
-    made = plan(inventories, HOSTS, 2)
+    made = plan_recovery(inventories, HOSTS, 2)
     assert [(found.training_name, found.chosen, found.world) for found in made.trainings] == [
         ("", FIVE, 4),
         ("critic", Stamp(0, 40), 2),
@@ -241,7 +241,7 @@ def test_sets_are_planned_apart() -> None:
 
 def test_a_wrong_number_of_replicas_is_told() -> None:
     with pytest.raises(ValueError, match="3 replicas asked for on 2 nodes"):
-        plan({}, ["a", "b"], 3)
+        plan_recovery({}, ["a", "b"], 3)
 
 
 def test_sources_are_spread() -> None:
@@ -253,7 +253,7 @@ def test_sources_are_spread() -> None:
     for host in ("n1", "n2"):
         inventories[host] = replace(inventories[host], copies=tuple(shards))
     found = the_set(inventories, ["x", "n1", "n2"], 3)
-    assert plan(inventories, ["x", "n1", "n2"], 3).noderanks == noderanks
+    assert plan_recovery(inventories, ["x", "n1", "n2"], 3).noderanks == noderanks
     firsts = [pull.sources[0] for pull in found.pulls]
     assert firsts.count("n1") == firsts.count("n2") == world // 2
 
@@ -266,7 +266,7 @@ def test_within_the_promise_everything_comes_back(size: tuple[int, int], data: s
     for node in failed:
         del inventories[f"n{node}"]
     hosts = data.draw(st.permutations([f"n{node}" if node not in failed else f"new{node}" for node in range(N)]))
-    made = plan(inventories, hosts, m)
+    made = plan_recovery(inventories, hosts, m)
     found = made.find_training_plan("")
     if failed == set(range(N)):
         assert found is None  # nobody is left who knows that there was something
@@ -294,7 +294,7 @@ def test_choose_needs_every_rank(copies: list[Copy]) -> None:
 
 def test_copies_of_another_jobs_agents_are_pulled_even_where_they_are() -> None:
     """A host that has one has it in another agent's memory; its own node goes first."""
-    made = plan(job(), HOSTS, 2, foreign=True)
+    made = plan_recovery(job(), HOSTS, 2, foreign=True)
     found = made.find_training_plan("")
     assert found is not None and made.noderanks == {f"n{node}": node for node in range(4)}
     assert {(pull.dest_host, pull.shard.rank) for pull in found.pulls} == {
@@ -305,9 +305,9 @@ def test_copies_of_another_jobs_agents_are_pulled_even_where_they_are() -> None:
 
 def test_another_job_does_not_say_how_many_nodes_train() -> None:
     """Of this job's nodes two are to train, whatever the other one had; where its map is made, that one stays."""
-    assert len(plan(job(), HOSTS, 2, nodes=2, foreign=True).noderanks) == 2
-    assert len(plan(job(), HOSTS, 2, nodes=2).noderanks) == 4
-    fixed = plan(job(), ["n1", "n0"], 2, noderanks={"n1": 0, "n0": 1}, foreign=True)
+    assert len(plan_recovery(job(), HOSTS, 2, nodes=2, foreign=True).noderanks) == 2
+    assert len(plan_recovery(job(), HOSTS, 2, nodes=2).noderanks) == 4
+    fixed = plan_recovery(job(), ["n1", "n0"], 2, noderanks={"n1": 0, "n0": 1}, foreign=True)
     assert fixed.noderanks == {"n1": 0, "n0": 1} and fixed.trainings[0].chosen == FIVE
 
 
@@ -322,17 +322,17 @@ APART = PlacementOrder((0, 2, 1, 3))
 
 
 def test_a_first_plan_keeps_racks_apart_and_leaves_ranks_alone() -> None:
-    made = plan({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2, by_host=RACKS)
+    made = plan_recovery({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2, by_host=RACKS)
     assert made.noderanks == {host: node for node, host in enumerate(HOSTS)}
     assert made.order == APART
-    assert plan({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2).order is AS_RANKED
+    assert plan_recovery({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2).order is AS_RANKED
 
 
 def test_a_rack_is_lost_and_its_replacements_take_its_places() -> None:
     for known in (RACKS, {}, {**RACKS, "new": "rack1"}):
         inventories = job(order=APART)
         del inventories["n2"], inventories["n3"]
-        made = plan(inventories, ["n0", "n1", "new", "newer"], 2, by_host=known)
+        made = plan_recovery(inventories, ["n0", "n1", "new", "newer"], 2, by_host=known)
         assert (made.order, made.survivable) == (APART, True), known
         assert made.noderanks == {"n0": 0, "n1": 1, "new": 2, "newer": 3}, known
         found = made.find_training_plan("")
@@ -346,19 +346,19 @@ def test_a_rack_is_lost_and_its_replacements_take_its_places() -> None:
 
 
 def test_a_job_that_has_begun_without_domains_goes_on_so() -> None:
-    assert plan(job(), HOSTS, 2, by_host=RACKS).order is AS_RANKED
+    assert plan_recovery(job(), HOSTS, 2, by_host=RACKS).order is AS_RANKED
 
 
 def test_who_takes_over_from_another_job_keeps_racks_apart() -> None:
-    assert plan(job(), HOSTS, 2, foreign=True, by_host=RACKS).order == APART
-    assert plan(job(order=APART), HOSTS, 2, foreign=True).order == APART
-    assert plan(job(), HOSTS, 2, foreign=True, order=APART).order == APART
+    assert plan_recovery(job(), HOSTS, 2, foreign=True, by_host=RACKS).order == APART
+    assert plan_recovery(job(order=APART), HOSTS, 2, foreign=True).order == APART
+    assert plan_recovery(job(), HOSTS, 2, foreign=True, order=APART).order == APART
 
 
 def test_with_fewer_nodes_racks_are_kept_apart_anew() -> None:
     inventories = job(order=APART)
     del inventories["n3"]
-    made = plan(inventories, ["n0", "n1", "n2"], 2, by_host=RACKS)
+    made = plan_recovery(inventories, ["n0", "n1", "n2"], 2, by_host=RACKS)
     found = made.find_training_plan("")
     assert made.order is AS_RANKED and found is not None and found.chosen == FIVE
 
@@ -368,7 +368,7 @@ def test_who_lost_two_nodes_of_a_group_is_told_who_its_holders_were() -> None:
     del inventories["n0"], inventories["n2"]
     n1 = inventories["n1"]
     inventories["n1"] = replace(n1, copies=(*n1.copies, copy(0, Stamp(0, 4))))
-    made = plan(inventories, ["n1", "n3", "x", "y"], 2, by_host=RACKS)
+    made = plan_recovery(inventories, ["n1", "n3", "x", "y"], 2, by_host=RACKS)
     found = made.find_training_plan("")
     assert found is not None and not made.survivable and found.outcome == "lost"
     assert "its holders were n0 (gone), n2 (gone)" in found.lost[0].reason
@@ -377,7 +377,7 @@ def test_who_lost_two_nodes_of_a_group_is_told_who_its_holders_were() -> None:
 def test_an_order_that_cannot_be_counts_as_none() -> None:
     for order in ((0, 0, 1, 2), (0, 1), (5, 0, 1, 2), (0, 1, 2, 3, 4)):
         inventories = {host: replace(inventory, order=order) for host, inventory in job().items()}
-        assert plan(inventories, HOSTS, 2, by_host=RACKS).order is AS_RANKED, order
+        assert plan_recovery(inventories, HOSTS, 2, by_host=RACKS).order is AS_RANKED, order
 
 
 @given(
@@ -392,7 +392,7 @@ def test_in_any_order_what_is_survivable_is_found(case: tuple[list[int], int, se
     order = PlacementOrder(tuple(ranks))
     inventories = {host: i for host, i in job(N, m, order=order).items() if int(host[1:]) not in failed}
     hosts = [*inventories, *(f"r{k}" for k in failed)]
-    made = plan(inventories, hosts, m)
+    made = plan_recovery(inventories, hosts, m)
     if not inventories:
         return
     found = made.find_training_plan("")

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from gemini_hpc.core import parity, placement
 from gemini_hpc.core.copy import Copy, Member
-from gemini_hpc.core.recovery_plan import Inventory, TrainingPlan, plan
+from gemini_hpc.core.recovery_plan import Inventory, TrainingPlan, plan_recovery
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Stamp
 
@@ -56,7 +56,7 @@ def job(
 
 
 def planned(inventories: dict[str, Inventory], hosts: list[str], n: int, blocks: int = 1) -> TrainingPlan:
-    found = plan(inventories, hosts, n, parity=blocks).find_training_plan("")
+    found = plan_recovery(inventories, hosts, n, parity=blocks).find_training_plan("")
     assert found is not None
     return found
 
@@ -124,7 +124,7 @@ def test_nobody_lost_nothing_is_made() -> None:
 def test_two_nodes_of_a_group_are_too_many_and_of_two_groups_are_not() -> None:
     for pair in combinations(range(6), 2):
         inventories = {h: i for h, i in job(6, 3).items() if int(h[1:]) not in pair}
-        made = plan(inventories, [*inventories, "x", "y"], 3, parity=1)
+        made = plan_recovery(inventories, [*inventories, "x", "y"], 3, parity=1)
         survives = pair[0] // 3 != pair[1] // 3
         assert made.survivable == survives
         found = made.find_training_plan("")
@@ -159,7 +159,7 @@ def test_a_parity_of_more_members_than_can_be_is_left_out() -> None:
     many = tuple(structs.replace(bad.of[0], rank=rank) for rank in (0, *range(2, 300)))
     copies = (shard(1, FIVE, 3), structs.replace(bad, of=many, world=400))
     inventories["n1"] = replace(inventories["n1"], copies=copies)
-    found = plan(inventories, ["new", "n1", "n2"], 3, parity=1)
+    found = plan_recovery(inventories, ["new", "n1", "n2"], 3, parity=1)
     made = found.find_training_plan("")
     assert made is None or made.outcome != "chosen"
     short = structs.replace(bad, of=bad.of[:1], blocks=2)
@@ -194,14 +194,14 @@ def test_a_job_of_another_size_goes_on_with_parity_of_the_next_version() -> None
 
 
 def test_whole_copies_of_a_predecessor_are_taken_and_its_parity_is_not() -> None:
-    made = plan(job(3, 3), hosts(3), 3, parity=1, foreign=True).find_training_plan("")
+    made = plan_recovery(job(3, 3), hosts(3), 3, parity=1, foreign=True).find_training_plan("")
     assert made is not None and made.made == () and len(made.pulls) == 3
     left = job(3, 3)
     del left["n2"]
-    lost = plan(left, hosts(3), 3, parity=1, foreign=True).find_training_plan("")
+    lost = plan_recovery(left, hosts(3), 3, parity=1, foreign=True).find_training_plan("")
     assert lost is not None and lost.outcome != "chosen"
 
 
 def test_parity_of_one_is_a_single_copy() -> None:
-    made = plan({"n0": job(3, 3)["n0"]}, ["n0"], 1, parity=1)
+    made = plan_recovery({"n0": job(3, 3)["n0"]}, ["n0"], 1, parity=1)
     assert made.noderanks == {"n0": 0}

@@ -165,7 +165,7 @@ def test_the_closed_form_is_what_the_plan_says(
     windows: list[Window], C: int, m: int, R: int, B: float, alpha: float, mu: float, s: int
 ) -> None:
     need = Need.from_windows(windows, C, m, R, 2, B, alpha, mu)
-    late_s = schedule.plan(build_timeline(windows, s).T, C, m, R, 2, B, alpha, mu).late_s
+    late_s = schedule.plan_chunks(build_timeline(windows, s).T, C, m, R, 2, B, alpha, mu).late_s
     tiny = 1e-6
     assert max(0.0, need(s)) >= late_s - tiny
     # Each replica ends in a chunk of its own; one more is begun where the idle time ends in a chunk.
@@ -182,7 +182,7 @@ def run(
     """The frequencies that it went through."""
     seen = [controller.frequency]
     for _ in range(cycles):
-        found = controller.observe(truth(controller.frequency.s) + noise())
+        found = controller.observe_cycle(truth(controller.frequency.s) + noise())
         if (found.j, found.s) != (seen[-1].j, seen[-1].s):
             seen.append(found)
     return seen

@@ -10,7 +10,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from refusals import refusal
 
-from gemini_hpc.core.schedule import Partition, Plan, compute_capacity, compute_transfer_s, divide_checkpoint, plan
+from gemini_hpc.core.schedule import (
+    Partition,
+    Plan,
+    compute_capacity,
+    compute_transfer_s,
+    divide_checkpoint,
+    plan_chunks,
+)
 
 # Powers of two and multiples of 1/1024: sums and products of these are exact, so that rules can be tested as such.
 exact_alpha = st.integers(0, 2048).map(lambda n: n / 1024)
@@ -116,7 +123,7 @@ def test_only_the_last_span_is_overfilled(given_: dict[str, Any]) -> None:
 @given(exact())
 def test_a_span_has_no_room_left_while_anything_goes_to_a_later_one(given_: dict[str, Any]) -> None:
     B, alpha = given_["B"], given_["alpha"]
-    made = plan(**given_)
+    made = plan_chunks(**given_)
     for span in range(made.partitions[-1].span if made.partitions else 0):
         rest = given_["mu"] * given_["T"][span] - sum(
             compute_transfer_s(part.size, B, alpha) for part in made.list_chunks(span)
@@ -125,7 +132,7 @@ def test_a_span_has_no_room_left_while_anything_goes_to_a_later_one(given_: dict
 
 
 def spilled(given_: dict[str, Any], **changed: Any) -> int:
-    return plan(**{**given_, **changed}).spilled_bytes
+    return plan_chunks(**{**given_, **changed}).spilled_bytes
 
 
 @given(exact(), st.integers(1, 3), st.integers(0, 200), st.integers(0, 1024))
@@ -153,7 +160,7 @@ def test_with_rounding_it_is_a_few_bytes(given_: dict[str, Any], faster: float, 
 @given(st.one_of(exact(), rounded()))
 def test_a_plan_says_what_spills_and_how_late_that_is(given_: dict[str, Any]) -> None:
     T, B, alpha, mu = given_["T"], given_["B"], given_["alpha"], given_["mu"]
-    made = plan(**given_)
+    made = plan_chunks(**given_)
     assert list(made.partitions) == divide_checkpoint(**given_)
     assert made.total_bytes == made.fitting_bytes + made.spilled_bytes == sum(part.size for part in made.partitions)
     last = made.list_chunks(len(T) - 1)
@@ -168,7 +175,7 @@ def test_a_plan_says_what_spills_and_how_late_that_is(given_: dict[str, Any]) ->
 
 @given(exact())
 def test_a_sender_may_send_up_to_its_span(given_: dict[str, Any]) -> None:
-    made = plan(**given_)
+    made = plan_chunks(**given_)
     assert [part for span in range(made.spans) for part in made.list_chunks(span)] == list(made.partitions)
     for span in range(made.spans):
         assert all(part.span == span for part in made.list_chunks(span))
@@ -194,7 +201,7 @@ def test_capacity_is_what_a_span_takes(given_: dict[str, Any]) -> None:
 def test_an_example_by_hand() -> None:
     # Chunks of 4 bytes take 1 + 4 = 5 s. 7 s: one, then 1 byte (2 s). 1 s: nothing. The last: the rest, replica by
     # replica; 6 of its 12 s are used by the first two, 1 + 3 bytes of the third fit in what is left.
-    made = plan([7, 1, 12], C=6, m=3, R=8, p=2, B=1, alpha=1, mu=1)
+    made = plan_chunks([7, 1, 12], C=6, m=3, R=8, p=2, B=1, alpha=1, mu=1)
     assert made.partitions == (
         Partition(0, 0, 0, 4),
         Partition(0, 0, 4, 1),
@@ -203,11 +210,11 @@ def test_an_example_by_hand() -> None:
         Partition(2, 1, 4, 2),
     )
     assert made == Plan(made.partitions, 3, 12, 0, 0.0)
-    assert plan([7, 1, 8], C=6, m=3, R=8, p=2, B=1, alpha=1, mu=1) == Plan(made.partitions, 3, 12, 2, 2.0)
+    assert plan_chunks([7, 1, 8], C=6, m=3, R=8, p=2, B=1, alpha=1, mu=1) == Plan(made.partitions, 3, 12, 2, 2.0)
 
 
 def test_a_last_span_without_end_takes_all() -> None:
-    made = plan([0.0, inf], C=100, m=2, R=10, p=1, B=1, alpha=0, mu=0.5)
+    made = plan_chunks([0.0, inf], C=100, m=2, R=10, p=1, B=1, alpha=0, mu=0.5)
     assert (made.fits, made.late_s, len(made.list_chunks(1))) == (True, 0.0, 10)
 
 
@@ -217,7 +224,7 @@ def test_a_large_checkpoint_is_planned_quickly(last_only: bool) -> None:
     best = inf
     for _ in range(3):
         start = time.perf_counter()
-        made = plan(T, C=100 * 10**9, m=2, R=128 << 20, p=4, B=12.5e9, alpha=1e-4, mu=0.9)
+        made = plan_chunks(T, C=100 * 10**9, m=2, R=128 << 20, p=4, B=12.5e9, alpha=1e-4, mu=0.9)
         best = min(best, time.perf_counter() - start)
     assert len(made.partitions) > 2_900
     assert best < 0.5
@@ -242,7 +249,7 @@ def test_the_impossible_is_told() -> None:
         ({"mu": 0.0}, "mu is 0.0"),
         ({"mu": 1.5}, "mu is 1.5"),
     ):
-        for function in (divide_checkpoint, plan):
+        for function in (divide_checkpoint, plan_chunks):
             function(**fine)
             assert sentence in refusal(ValueError, function, **{**fine, **changed}), (function, changed)
 
@@ -250,4 +257,4 @@ def test_the_impossible_is_told() -> None:
 def test_one_replica_or_nothing_to_send() -> None:
     assert divide_checkpoint(**{**fine, "m": 1}) == []
     assert divide_checkpoint(**{**fine, "C": 0}) == []
-    assert plan(**{**fine, "m": 1}) == Plan((), 1, 0, 0, 0.0)
+    assert plan_chunks(**{**fine, "m": 1}) == Plan((), 1, 0, 0, 0.0)

@@ -30,16 +30,16 @@ def begin(pair: SlotPair, stamp: Stamp, sealed: Stamp | None = None, abandoned: 
 def test_a_life_of_three_versions() -> None:
     pair = SlotPair()
     assert begin(pair, v(1)) == 0
-    pair.complete(0, v(1), "one", 10)
+    pair.complete_slot(0, v(1), "one", 10)
     assert begin(pair, v(2)) == 1
-    pair.complete(1, v(2), "two", 20)
+    pair.complete_slot(1, v(2), "two", 20)
     with pytest.raises(Refused, match=r"neither 0\.1 nor 0\.2 is sealed"):
         begin(pair, v(3))
     with pytest.raises(Refused, match=r"0\.2 is complete and reported, but not yet sealed or abandoned"):
         begin(pair, v(3), sealed=v(1))
     assert begin(pair, v(3), sealed=v(2)) == 0
     assert pair.list_complete_stamps() == {v(2)}
-    assert (pair.find_newest(), pair.find(v(3)), pair.find(v(1))) == (v(3), 0, None)
+    assert (pair.find_newest(), pair.find_slot(v(3)), pair.find_slot(v(1))) == (v(3), 0, None)
     assert pair.slots[1] == Slot("complete", v(2), "two", 20)
 
 
@@ -68,18 +68,18 @@ def test_the_same_writer_refills_its_own_slot() -> None:
     pair = pair_of(("filling", v(5)), None)
     assert begin(pair, v(6)) == 0
     with pytest.raises(ValueError, match=r"it cannot complete 0\.5"):
-        pair.complete(0, v(5), "late", 1)
+        pair.complete_slot(0, v(5), "late", 1)
 
 
 def test_a_restored_version_is_left_alone_until_it_is_overtaken() -> None:
     pair = pair_of(("filling", v(5)), None)
     assert begin(pair, v(6, epoch=1)) == 1
-    pair.complete(1, v(6, 1), "d", 1)
+    pair.complete_slot(1, v(6, 1), "d", 1)
     with pytest.raises(Refused, match=r"0\.5 is still being restored"):
         begin(pair, v(7, 1), sealed=v(5))
     assert begin(copy.deepcopy(pair), v(7, 1), sealed=v(6, 1)) == 0
     assert begin(copy.deepcopy(pair), v(7, 1), abandoned=frozenset({v(5)})) == 0
-    pair.complete(0, v(5), "restored", 1)
+    pair.complete_slot(0, v(5), "restored", 1)
     assert pair.list_complete_stamps() == {v(5), v(6, 1)}
 
 

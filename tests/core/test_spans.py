@@ -27,10 +27,10 @@ from gemini_hpc.core.spans import (
     describe_drift,
     find_gaps,
     hash_pattern,
-    intersect,
     intersect_intervals,
+    intersect_profiles,
     join_intervals,
-    summarize,
+    summarize_traces,
 )
 
 UNIT = 1 / 1024  # times are multiples of it, so that they add up exactly
@@ -127,7 +127,7 @@ class TestIdle:
 class TestSummarize:
     @given(traces(), st.integers(1, 25))
     def test_equal_iterations_are_their_own_profile(self, trace: Trace, times: int) -> None:
-        profile = summarize([trace] * times, floor_s=0.0)
+        profile = summarize_traces([trace] * times, floor_s=0.0)
         gate_after = [gap for gap in find_gaps(trace) if gap.before_gate][-1].after
         expected = [
             gap for gap in find_gaps(trace) if gap.length_s > 0 or (gap.before_gate and gap.after == gate_after)
@@ -147,7 +147,7 @@ class TestSummarize:
         self, trace: Trace, factors: list[float], floor_s: float, keep: int
     ) -> None:
         some = [stretched(trace, factor) for factor in factors]
-        profile = summarize(some, floor_s=floor_s, keep=keep)
+        profile = summarize_traces(some, floor_s=floor_s, keep=keep)
         spans = profile.spans
         tiny = 1e-9
         assert all(a.end_s <= b.start_s + tiny for a, b in pairwise(spans))
@@ -186,7 +186,9 @@ class TestSummarize:
     @example([[0.0, 3.0, 20.0]] * 5 + [[10.0, 3.0, 20.0]] * 4 + [[10.0, 0.0, 20.0]])
     @example([[0.0, 3.0]] * 5 + [[10.0, 3.0]] * 4 + [[10.0, 0.0]])
     def test_spans_keep_apart_where_each_varies_by_itself(self, lengths: list[list[float]]) -> None:
-        profile = summarize([steady(one, [0.0] * (len(one) - 1), len(one) // 2) for one in lengths], floor_s=0.0)
+        profile = summarize_traces(
+            [steady(one, [0.0] * (len(one) - 1), len(one) // 2) for one in lengths], floor_s=0.0
+        )
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(profile.spans))
         assert profile.gate_span.end_s <= profile.gate_s + 1e-9
         assert profile.spans[-1].end_s <= profile.iteration_s + 1e-9
@@ -198,30 +200,30 @@ class TestSummarize:
         """A span that is nearly always 2 s long is planned as 2 s, whatever a few iterations did."""
         odd = data.draw(st.lists(st.floats(0, 50), max_size=n // 10))
         lengths = [*odd, *[2.0] * (n - len(odd))]
-        profile = summarize([steady([length, 1.0], [1.0], 1) for length in lengths])
+        profile = summarize_traces([steady([length, 1.0], [1.0], 1) for length in lengths])
         assert profile.spans[0].length_s == pytest.approx(2.0)
         assert profile.spans[0].mean_s == pytest.approx(sum(lengths) / n)
 
     def test_of_a_few_iterations_the_shortest_counts(self) -> None:
-        profile = summarize([steady([length, 1.0], [1.0], 1) for length in (3.0, 2.0, 4.0)])
+        profile = summarize_traces([steady([length, 1.0], [1.0], 1) for length in (3.0, 2.0, 4.0)])
         assert profile.spans[0].length_s == pytest.approx(2.0)
 
     def test_the_longest_are_kept_and_the_rest_is_known(self) -> None:
         trace = steady([0.3, 0.1, 0.4, 0.002, 0.2], [0.1] * 4, 3)
-        profile = summarize([trace], floor_s=0.05, keep=3)
+        profile = summarize_traces([trace], floor_s=0.05, keep=3)
         assert [(span.after, span.before_gate) for span in profile.spans] == [(0, True), (2, True), (3, True)]
         assert profile.dropped_s == pytest.approx(0.1 + 0.001 + 0.2)
         assert profile.idle_s == pytest.approx(0.3 + 0.4 + 0.001)
 
     def test_deviation_is_weighted_by_length(self) -> None:
         """Lengths of 1 and 3 deviate by 1 around 2, those of 18 not at all: 1 in 20 of the idle time."""
-        profile = summarize([steady([length, 36.0], [1.0], 1) for length in (1.0, 3.0)])
+        profile = summarize_traces([steady([length, 36.0], [1.0], 1) for length in (1.0, 3.0)])
         assert profile.deviation == pytest.approx(1 / (2 + 18 + 18))
 
     def test_a_gate_that_moves_past_a_collective_is_planned_cautiously(self) -> None:
         early = Trace(0.0, 10.0, 4.0, (Op(1, 8, 5.0, 6.0),))
         late = replace(early, gate_s=7.0)
-        profile = summarize([early, late])
+        profile = summarize_traces([early, late])
         assert profile.gate_span.after == 0
         assert [(span.after, span.before_gate, span.length_s) for span in profile.spans] == [
             (0, True, 4.0),
@@ -231,11 +233,11 @@ class TestSummarize:
     def test_patterns_are_not_mixed(self) -> None:
         a, b = Op(1, 8, 1.0, 2.0), Op(2, 8, 1.0, 2.0)
         with pytest.raises(ValueError, match="2 iterations have 2 different"):
-            summarize([Trace(0.0, 10.0, 5.0, (a,)), Trace(0.0, 10.0, 5.0, (b,))])
+            summarize_traces([Trace(0.0, 10.0, 5.0, (a,)), Trace(0.0, 10.0, 5.0, (b,))])
         with pytest.raises(ValueError, match="no iterations"):
-            summarize([])
+            summarize_traces([])
         with pytest.raises(ValueError, match="0 spans to keep"):
-            summarize([Trace(0.0, 10.0, 5.0, ())], keep=0)
+            summarize_traces([Trace(0.0, 10.0, 5.0, ())], keep=0)
 
     def test_a_pattern_is_the_same_in_every_process(self) -> None:
         ops = [Op(kind, 1, 0.0, 1.0) for kind in (1, 2**64 - 1, -1, 7)]
@@ -253,7 +255,7 @@ class TestSummarize:
     def test_a_profile_of_a_large_training_fits_32_kb(self) -> None:
         generator = random.Random(1)
         lengths = [generator.uniform(0.001, 0.01) for _ in range(3001)]
-        profile = summarize([steady(lengths, [0.001] * 3000, 2900)] * 3)
+        profile = summarize_traces([steady(lengths, [0.001] * 3000, 2900)] * 3)
         encoded = msgspec.msgpack.encode(profile)
         assert len(profile.spans) == 256
         assert len(encoded) < 32 << 10
@@ -274,7 +276,7 @@ def idle_at(profile: Profile, now: float) -> bool:
 class TestWaiting:
     @given(traces(), st.integers(0, 3000))
     def test_it_is_idle_at_first_and_then_as_before(self, trace: Trace, ticks: int) -> None:
-        profile, lag_s = summarize([trace], floor_s=0.0), ticks * UNIT
+        profile, lag_s = summarize_traces([trace], floor_s=0.0), ticks * UNIT
         later = add_lag(profile, lag_s)
         assert (later.pattern, later.ops) == (profile.pattern, profile.ops)
         assert later.iteration_s == profile.iteration_s + lag_s
@@ -290,31 +292,31 @@ class TestWaiting:
                 assert idle_at(later, now) == idle_at(profile, now - lag_s)
 
     def test_a_stage_that_waits_for_the_first_has_room_in_its_bubble(self) -> None:
-        first = summarize([steady([3.0, 3.0], [1.0], 1)])
-        second = summarize([replace(steady([1.0, 3.0], [1.0], 1), gate_s=2.5)])
+        first = summarize_traces([steady([3.0, 3.0], [1.0], 1)])
+        second = summarize_traces([replace(steady([1.0, 3.0], [1.0], 1), gate_s=2.5)])
         second = add_lag(second, first.iteration_s - second.iteration_s)
-        windows = intersect(second, [(first, 2.0)])
+        windows = intersect_profiles(second, [(first, 2.0)])
         assert sum(w.length_s for w in windows if w.before_gate) > 2.0
 
 
 class TestIntersect:
     @given(traces(), st.lists(st.floats(0.5, 2), min_size=1, max_size=12), st.integers(0, 3))
     def test_equal_ranks_have_all_their_spans(self, trace: Trace, factors: list[float], ranks: int) -> None:
-        mine = summarize([stretched(trace, factor) for factor in factors])
-        assert intersect(mine, [(mine, 0.0)] * ranks) == whole(mine)
+        mine = summarize_traces([stretched(trace, factor) for factor in factors])
+        assert intersect_profiles(mine, [(mine, 0.0)] * ranks) == whole(mine)
 
     @given(traces(), st.lists(st.tuples(traces(), st.integers(-3000, 3000)), max_size=3), st.booleans(), st.randoms())
     def test_windows_are_where_all_are_idle(
         self, trace: Trace, drawn: list[tuple[Trace, int]], in_step: bool, generator: random.Random
     ) -> None:
-        mine = summarize([trace], floor_s=0.0)
-        others = [(summarize([other], floor_s=0.0), shift * UNIT) for other, shift in drawn]
+        mine = summarize_traces([trace], floor_s=0.0)
+        others = [(summarize_traces([other], floor_s=0.0), shift * UNIT) for other, shift in drawn]
         if in_step:
             period = max([trace.length_s, *(other.length_s for other, _ in drawn)])
             mine = replace(mine, iteration_s=period)
             others = [(replace(other, iteration_s=period), shift) for other, shift in others]
         gate = max(0.0, min([mine.gate_s, *(shift + other.gate_s for other, shift in others)]))
-        windows = intersect(mine, others)
+        windows = intersect_profiles(mine, others)
         placed = [
             (start, start + window.length_s, window)
             for window in windows
@@ -333,8 +335,8 @@ class TestIntersect:
 
     @given(traces(), traces(), st.floats(-3, 3))
     def test_the_window_at_the_gate_is_always_there(self, trace: Trace, other: Trace, shift: float) -> None:
-        mine, theirs = summarize([trace]), summarize([other])
-        windows = intersect(mine, [(theirs, shift)])
+        mine, theirs = summarize_traces([trace]), summarize_traces([other])
+        windows = intersect_profiles(mine, [(theirs, shift)])
         before = [window for window in windows if window.before_gate]
         assert before
         assert windows[: len(before)] == before
@@ -345,15 +347,15 @@ class TestIntersect:
 
     def test_an_example_by_hand(self) -> None:
         """Mine: idle 0..2, 4..6 (gate at 5), 8..10. The other one is half a second later, its gate at 5.5."""
-        mine = summarize([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
-        assert intersect(mine, [(mine, 0.5)]) == [
+        mine = summarize_traces([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
+        assert intersect_profiles(mine, [(mine, 0.5)]) == [
             Window(0, 0, True, 0.0, 2.0),  # also in the end of the other's iteration before: 8.5 to 10.5
             Window(1, 1, True, 0.5, 0.5),
             Window(2, 1, False, 0.0, 1.0),
             Window(3, 2, False, 0.5, 1.5),
         ]
         # Half a second earlier, its gate is at 4.5 by my clock: what is sent later holds it up.
-        assert intersect(mine, [(mine, -0.5)]) == [
+        assert intersect_profiles(mine, [(mine, -0.5)]) == [
             Window(0, 0, True, 0.0, 1.5),
             Window(1, 1, True, 0.0, 0.5),
             Window(1, 1, False, 0.5, 0.5),
@@ -362,22 +364,25 @@ class TestIntersect:
         ]
 
     def test_one_that_is_never_idle_leaves_the_window_at_the_gate(self) -> None:
-        mine = summarize([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
-        busy = summarize([Trace(0.0, 10.0, 10.0, (Op(1, 8, 0.0, 10.0),))])
-        assert intersect(mine, [(busy, 0.0)]) == [Window(1, 1, True, 1.0, 0.0)]
+        mine = summarize_traces([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
+        busy = summarize_traces([Trace(0.0, 10.0, 10.0, (Op(1, 8, 0.0, 10.0),))])
+        assert intersect_profiles(mine, [(busy, 0.0)]) == [Window(1, 1, True, 1.0, 0.0)]
 
     def test_one_whose_gate_comes_before_my_first_span(self) -> None:
-        mine = summarize([Trace(0.0, 10.0, 10.0, (Op(1, 8, 0.0, 5.0),))])
-        early = summarize([Trace(0.0, 10.0, 1.0, ())])
-        assert intersect(mine, [(early, 0.0)]) == [Window(0, 1, True, 0.0, 0.0), Window(0, 1, False, 0.0, 5.0)]
+        mine = summarize_traces([Trace(0.0, 10.0, 10.0, (Op(1, 8, 0.0, 5.0),))])
+        early = summarize_traces([Trace(0.0, 10.0, 1.0, ())])
+        assert intersect_profiles(mine, [(early, 0.0)]) == [
+            Window(0, 1, True, 0.0, 0.0),
+            Window(0, 1, False, 0.0, 5.0),
+        ]
 
 
 class TestCapped:
     @given(traces(), st.lists(st.floats(0.5, 2), max_size=3))
     def test_spans_are_told_by_their_operations_and_not_by_clocks(self, trace: Trace, factors: list[float]) -> None:
         """Another rank's iteration of the same pattern may be anywhere in time."""
-        mine = summarize([trace], floor_s=0.0)
-        others = [summarize([stretched(trace, factor)], floor_s=0.0) for factor in factors]
+        mine = summarize_traces([trace], floor_s=0.0)
+        others = [summarize_traces([stretched(trace, factor)], floor_s=0.0) for factor in factors]
         windows = cap_windows(mine, whole(mine), others)
         least = min([1.0, *factors])
         assert [w._replace(length_s=0.0) for w in windows] == [w._replace(length_s=0.0) for w in whole(mine)]
@@ -385,22 +390,22 @@ class TestCapped:
             assert window.length_s == pytest.approx(span.length_s * least)
 
     def test_an_example_by_hand(self) -> None:
-        mine = summarize([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
-        later = summarize([steady([3.0, 1.0, 2.5], [2.0, 2.0], 1)])
+        mine = summarize_traces([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
+        later = summarize_traces([steady([3.0, 1.0, 2.5], [2.0, 2.0], 1)])
         assert [w.length_s for w in cap_windows(mine, whole(mine), [later])] == [2.0, 0.5, 0.5, 2.0]
         cut = [window._replace(delay_s=0.25, length_s=window.length_s - 0.25) for window in whole(mine)]
         assert [w.length_s for w in cap_windows(mine, cut, [later])] == [1.75, 0.25, 0.25, 1.75]
 
     def test_a_span_that_the_other_has_not_kept(self) -> None:
-        mine = summarize([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
-        fewer = summarize([steady([2.0, 2.0, 0.001], [2.0, 2.0], 1)], floor_s=0.01)
+        mine = summarize_traces([steady([2.0, 2.0, 2.0], [2.0, 2.0], 1)])
+        fewer = summarize_traces([steady([2.0, 2.0, 0.001], [2.0, 2.0], 1)], floor_s=0.01)
         assert [w.length_s for w in cap_windows(mine, whole(mine), [fewer])] == [2.0, 1.0, 1.0, 0.0]
 
 
 class TestTimeline:
     @given(traces(), st.integers(1, 6))
     def test_whole_iterations_then_the_part_before_the_gate(self, trace: Trace, s: int) -> None:
-        windows = intersect(summarize([trace]), [])
+        windows = intersect_profiles(summarize_traces([trace]), [])
         before = [window for window in windows if window.before_gate]
         line = build_timeline(windows, s)
         walked = [line.locate_span(index) for index in range(len(line.T))]
@@ -432,19 +437,19 @@ class TestDrifted:
     def test_noise_below_the_tolerance_is_no_drift(self, lengths: list[float], data: st.DataObject) -> None:
         gate = data.draw(st.integers(0, len(lengths) - 1))
         busy = [0.1] * (len(lengths) - 1)
-        profile = summarize([steady(lengths, busy, gate)] * 3)
+        profile = summarize_traces([steady(lengths, busy, gate)] * 3)
         noise = [length * data.draw(st.floats(0.78, 1.22)) for length in lengths]
         assert describe_drift(profile, steady(noise, busy, gate)) == ""
 
     @given(traces())
     def test_an_iteration_of_the_profile_is_no_drift(self, trace: Trace) -> None:
-        assert describe_drift(summarize([trace] * 4), trace) == ""
+        assert describe_drift(summarize_traces([trace] * 4), trace) == ""
 
     @given(idle_lengths, st.one_of(st.floats(0, 0.7), st.floats(1.3, 5)), st.data())
     def test_other_idle_time_is_drift(self, lengths: list[float], factor: float, data: st.DataObject) -> None:
         gate = data.draw(st.integers(0, len(lengths) - 1))
         busy = [0.1] * (len(lengths) - 1)
-        profile = summarize([steady(lengths, busy, gate)] * 3)
+        profile = summarize_traces([steady(lengths, busy, gate)] * 3)
         now = steady([length * factor for length in lengths], busy, gate)
         assert "have changed by" in describe_drift(profile, now)
         assert describe_drift(profile, now, tolerance=abs(factor - 1) + 0.01) == ""
@@ -454,7 +459,7 @@ class TestDrifted:
         moved = data.draw(st.permutations(lengths))
         changed = sum(abs(a - b) for a, b in zip(lengths, moved, strict=True))
         assume(abs(changed - 0.25 * sum(lengths)) > 1e-6)
-        profile = summarize([steady(lengths, [0.1] * 6, 6)] * 3)
+        profile = summarize_traces([steady(lengths, [0.1] * 6, 6)] * 3)
         found = describe_drift(profile, steady(moved, [0.1] * 6, 6))
         if changed > 0.25 * sum(lengths):
             assert "idle spans of an iteration have changed" in found
@@ -462,7 +467,7 @@ class TestDrifted:
             assert "in all" not in found
 
     def test_a_short_span_counts_for_what_it_is(self) -> None:
-        profile = summarize([steady([2.0, 0.02, 1.0, 0.0], [0.1] * 3, 3)] * 3)
+        profile = summarize_traces([steady([2.0, 0.02, 1.0, 0.0], [0.1] * 3, 3)] * 3)
         assert describe_drift(profile, steady([2.0, 0.4, 1.0, 0.0], [0.1] * 3, 3)) == ""
         assert describe_drift(profile, steady([2.0, 0.0, 1.0, 0.0], [0.1] * 3, 3)) == ""
         assert "span after 2 collectives has changed from 1 s to 0.7 s" in describe_drift(
@@ -470,18 +475,18 @@ class TestDrifted:
         )
 
     def test_spans_that_were_dropped_count_when_they_grow(self) -> None:
-        profile = summarize([steady([0.0001, 0.5, 0.0], [0.1] * 2, 2)] * 3)
+        profile = summarize_traces([steady([0.0001, 0.5, 0.0], [0.1] * 2, 2)] * 3)
         assert [span.after for span in profile.spans] == [1, 2]
         assert "from 0.5 s to 0.9 s together" in describe_drift(profile, steady([0.4, 0.5, 0.0], [0.1] * 2, 2))
 
     def test_where_there_is_hardly_any_idle_time_its_noise_is_no_drift(self) -> None:
-        profile = summarize([steady([0.001, 0.0], [1.0], 1)] * 3)
+        profile = summarize_traces([steady([0.001, 0.0], [1.0], 1)] * 3)
         assert describe_drift(profile, steady([0.003, 0.0], [1.0], 1)) == ""
         assert describe_drift(profile, steady([0.1, 0.0], [1.0], 1)) != ""
 
     def test_other_collectives_are_drift(self) -> None:
         trace = steady([1.0, 1.0, 1.0], [0.1, 0.1], 1)
-        profile = summarize([trace])
+        profile = summarize_traces([trace])
         assert "launches 1 collectives, the profile has 2" in describe_drift(
             profile, replace(trace, ops=trace.ops[:1])
         )

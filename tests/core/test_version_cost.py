@@ -9,22 +9,22 @@ from gemini_hpc.core.version_cost import VersionCost
 def test_three_versions_make_a_cost_known() -> None:
     cost = VersionCost()
     for seconds in (0.003, 0.001):
-        cost.add(seconds)
+        cost.add_capture(seconds)
         cost.add_wait(seconds)
         assert not cost.known and cost.whole_s == 0.0
-    cost.add(0.2)
+    cost.add_capture(0.2)
     assert cost.known and (cost.seconds, cost.held_s) == (0.001, 0.0)
     cost.add_wait(0.3)
     assert cost.whole_s == 0.002
     for _ in range(3):
-        cost.add(0.5)
+        cost.add_capture(0.5)
     assert cost.seconds == 0.5, "it has grown"
 
 
 def test_a_short_one_is_negligible_where_it_may_be_noise() -> None:
     cost = VersionCost(0.002)
     for _ in range(3):
-        cost.add(0.001)
+        cost.add_capture(0.001)
         cost.add_wait(0.004)
     assert cost.known and (cost.seconds, cost.held_s, cost.usual_s) == (0.0, 0.004, 0.0)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.node_ranks import assign, count
+from gemini_hpc.core.node_ranks import assign_ranks, count_training_nodes
 from gemini_hpc.core.views import View
 
 NAMES = tuple(f"n{i}" for i in range(1, 10))
@@ -56,14 +56,14 @@ def test_two_views_of_which_neither_holds_the_other_share_a_node(
 
 
 def test_a_spare_has_no_rank_until_one_is_free() -> None:
-    first = assign(None, ["n1", "n2", "n3", "n4"], 3)
+    first = assign_ranks(None, ["n1", "n2", "n3", "n4"], 3)
     assert first == {"n1": 0, "n2": 1, "n3": 2}
-    assert assign(first, ["n1", "n3", "n4"], 3) == {"n1": 0, "n3": 2, "n4": 1}
+    assert assign_ranks(first, ["n1", "n3", "n4"], 3) == {"n1": 0, "n3": 2, "n4": 1}
 
 
 def test_what_gives_way_first_is_a_spare() -> None:
-    assert count(None, 4, 3) == 3
+    assert count_training_nodes(None, 4, 3) == 3
     three = {"n1": 0, "n2": 1, "n3": 2}
-    assert count(three, 3, 2) == 3, "of an allocation that has lost its spare"
-    assert count(three, 2, 2) == 2 and count({}, 0, 0) == 1
-    assert count({"n1": 0}, 4, 3) == 3, "a job that has grown"
+    assert count_training_nodes(three, 3, 2) == 3, "of an allocation that has lost its spare"
+    assert count_training_nodes(three, 2, 2) == 2 and count_training_nodes({}, 0, 0) == 1
+    assert count_training_nodes({"n1": 0}, 4, 3) == 3, "a job that has grown"

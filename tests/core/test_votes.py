@@ -15,7 +15,7 @@ from gemini_hpc.core.votes import (
     build_vote,
     find_parent,
     list_children,
-    merge,
+    merge_votes,
 )
 
 
@@ -48,11 +48,11 @@ def pairs(draw: st.DrawFn) -> SlotPair:
 
 def test_a_version_is_sealed_when_the_last_member_has_it() -> None:
     root = Root(["a", "b"])
-    root.update("a", build_vote([holding(4, 5)]))
+    root.record_vote("a", build_vote([holding(4, 5)]))
     assert root.decide() == Decision()  # b is silent, not gone (R3)
-    root.update("b", build_vote([holding(4, filling=5), holding(4, 5)]))
+    root.record_vote("b", build_vote([holding(4, filling=5), holding(4, 5)]))
     assert root.decide() == Decision(v(4))
-    root.update("b", build_vote([holding(4, 5), holding(4, 5)]))
+    root.record_vote("b", build_vote([holding(4, 5), holding(4, 5)]))
     assert root.decide() == Decision(v(5))
 
 
@@ -60,29 +60,29 @@ def test_what_one_has_skipped_is_abandoned_for_all() -> None:
     """Neither vote alone shows it: A has 5, B has gone from 4 to 6."""
     a, b = build_vote([holding(4, 5)]), build_vote([holding(4, filling=6)])
     assert a.dead == b.dead == frozenset()
-    assert merge([a, b]).dead == {v(5)}
+    assert merge_votes([a, b]).dead == {v(5)}
     root = Root(["a", "b"])
-    root.update("a", a)
-    root.update("b", b)
+    root.record_vote("a", a)
+    root.record_vote("b", b)
     assert root.decide() == Decision(v(4), frozenset({v(5)}))
-    root.update("b", build_vote([holding(4, 5)]))  # an old vote that comes late
+    root.record_vote("b", build_vote([holding(4, 5)]))  # an old vote that comes late
     assert root.decide() == Decision(v(4), frozenset({v(5)}))
-    root.update("a", build_vote([holding(4, 6)]))
-    root.update("b", build_vote([holding(4, 6)]))
+    root.record_vote("a", build_vote([holding(4, 6)]))
+    root.record_vote("b", build_vote([holding(4, 6)]))
     assert root.decide() == Decision(v(6))
 
 
 def test_a_late_copy_is_waited_for() -> None:
     root = Root(["a", "b"])
-    root.update("a", build_vote([holding(4, 5)]))
-    root.update("b", build_vote([holding(4, filling=5)]))
+    root.record_vote("a", build_vote([holding(4, 5)]))
+    root.record_vote("b", build_vote([holding(4, filling=5)]))
     assert root.decide() == Decision(v(4))
 
 
 def test_a_restarted_root_takes_up_where_its_page_stands() -> None:
     root = Root(["a", "b"], sealed=v(7))
-    root.update("a", build_vote([holding(6, 7)]))
-    root.update("b", build_vote([holding(7, filling=8)]))
+    root.record_vote("a", build_vote([holding(6, 7)]))
+    root.record_vote("b", build_vote([holding(7, filling=8)]))
     assert root.decide() == Decision(v(7))  # and 6, sealed long ago, is not called abandoned
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_sealed_over_the_head_of_a_shard_to_come() -> None:
 
 def test_strangers_have_no_vote() -> None:
     with pytest.raises(ValueError, match="a vote from 'c', who is not a member"):
-        Root(["a", "b"]).update("c", SILENT)
+        Root(["a", "b"]).record_vote("c", SILENT)
     with pytest.raises(ValueError, match="at least one member"):
         Root([])
 
@@ -108,15 +108,15 @@ def gone_past(pair: SlotPair, stamp: Stamp) -> bool:
 def test_a_merged_vote_says_what_all_the_pairs_say(agents: list[list[SlotPair]]) -> None:
     every = [pair for agent in agents for pair in agent]
     votes = [build_vote(agent) for agent in agents]
-    merged = merge(votes)
+    merged = merge_votes(votes)
     seen = frozenset().union(*(pair.list_complete_stamps() for pair in every))
     assert merged.complete == frozenset(
         stamp for stamp in seen if all(stamp in p.list_complete_stamps() for p in every)
     )
-    dead = {s for s in seen if any(p.find(s) is None and gone_past(p, s) for p in every)}
+    dead = {s for s in seen if any(p.find_slot(s) is None and gone_past(p, s) for p in every)}
     assert merged.dead == dead
-    assert merge([merge(votes[:1]), merge([*votes[1:], votes[0]])]) == merged
-    assert merge(reversed(votes)) == merged
+    assert merge_votes([merge_votes(votes[:1]), merge_votes([*votes[1:], votes[0]])]) == merged
+    assert merge_votes(reversed(votes)) == merged
     assert len(merged.kept) <= 3
 
 
@@ -125,16 +125,16 @@ def test_the_tree_gives_what_the_root_alone_would(agents: list[SlotPair], fanout
     n = len(agents)
     up: dict[int, Vote] = {}
     for position in reversed(range(1, n)):
-        up[position] = merge(
+        up[position] = merge_votes(
             [build_vote([agents[position]]), *(up[child] for child in list_children(position, n, fanout))]
         )
     root = Root([0, *list_children(0, n, fanout)])
-    root.update(0, build_vote([agents[0]]))
+    root.record_vote(0, build_vote([agents[0]]))
     for child in list_children(0, n, fanout):
-        root.update(child, up[child])
+        root.record_vote(child, up[child])
     flat = Root(range(n))
     for position, pair in enumerate(agents):
-        flat.update(position, build_vote([pair]))
+        flat.record_vote(position, build_vote([pair]))
     assert root.decide() == flat.decide()
 
 
@@ -144,7 +144,7 @@ def test_decisions_stand(votes: list[tuple[int, list[SlotPair]]]) -> None:
     sealed: list[Stamp] = []
     abandoned: set[Stamp] = set()
     for member, held in votes:
-        root.update(member, build_vote(held))
+        root.record_vote(member, build_vote(held))
         word = root.decide()
         if word.sealed is not None:
             sealed.append(word.sealed)
@@ -159,8 +159,8 @@ def test_the_order_of_votes_does_not_matter(held: list[list[SlotPair]]) -> None:
     for order in permutations(range(3)):
         root = Root(range(3))
         for member in order:
-            root.update(member, build_vote(held[member]))
-            root.update(member, build_vote(held[member]))
+            root.record_vote(member, build_vote(held[member]))
+            root.record_vote(member, build_vote(held[member]))
         words.add((root.decide().sealed, root.decide().abandoned))
     assert len(words) == 1
 
@@ -186,6 +186,6 @@ def test_positions_outside_the_tree_are_refused() -> None:
 
 def test_a_vote_of_a_thousand_agents_is_as_small_as_one() -> None:
     votes = [build_vote([holding(version, version + 1)]) for version in range(1, 1001)]
-    merged: Vote = merge(votes)
+    merged: Vote = merge_votes(votes)
     assert len(merged.kept) <= 2
     assert merged.complete == frozenset()

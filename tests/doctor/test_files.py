@@ -187,7 +187,7 @@ def test_links_are_followed_as_the_kernel_does(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         chain(tmp_path / "good/loop", tmp_path)
     assert paths.find_weaknesses("relative/file")
-    assert [path for path, _ in paths.walk(str(tmp_path / "good/link"))][-1] == str(tmp_path / "bad/file")
+    assert [path for path, _ in paths.walk_path(str(tmp_path / "good/link"))][-1] == str(tmp_path / "bad/file")
 
 
 def test_groups(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def main(o: dict[str, Any]) -> None:
     from gemini_hpc.mpi import Checkpointer, Part, checkpointer
 
     if o.get("hashes_not"):
-        checkpointer.digest = None  # type: ignore[assignment]
+        checkpointer.digest_bytes = None  # type: ignore[assignment]
     comm = MPI.COMM_WORLD
     rank, size, n = comm.Get_rank(), comm.Get_size(), o.get("n", 60)
     first = rank * n // size

@@ -26,7 +26,7 @@ import time
 import msgspec
 
 from gemini_hpc.client import joining
-from gemini_hpc.core.digest import digest as digest_of
+from gemini_hpc.core.digest import digest_bytes as digest_of
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState

@@ -3,12 +3,12 @@
 import secrets
 import sys
 
-from gemini_hpc.config import load
+from gemini_hpc.config import load_site_settings
 from gemini_hpc.wire import controller
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
-settings, job = load(), int(sys.argv[1])
+settings, job = load_site_settings(), int(sys.argv[1])
 (host,) = settings.list_controller_hosts()
 client = HandshakeClient(
     purpose=controller.HEALTH,

@@ -106,7 +106,7 @@ def sealed_by_some() -> None:
                 self._sent = ballot
                 self._up(ballot)
             return
-        self._root.update("job", ballot.vote)
+        self._root.record_vote("job", ballot.vote)
         self.on_decision(self._root.decide(), ballot.degraded)
 
     patch(Voting, "_send_vote", tell)
@@ -245,13 +245,13 @@ def no_fallback_is_kept() -> None:
 @control
 def the_chosen_counts_as_sealed() -> None:
     """R4: a version that was chosen and never sealed counts as sealed at once."""
-    plan = recovery_plan.plan
+    plan = recovery_plan.plan_recovery
 
     def planned(*args: Any, **named: Any) -> recovery_plan.RecoveryPlan:
         made = plan(*args, **named)
         return replace(made, trainings=tuple(replace(s, sealed=s.chosen) for s in made.trainings))
 
-    patch(recovery_plan, "plan", planned)
+    patch(recovery_plan, "plan_recovery", planned)
 
 
 # ---- of jobs with spares --------------------------------------------------------------------------------

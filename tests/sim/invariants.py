@@ -297,7 +297,7 @@ def _slots(truth: Truth) -> None:
     _around(SlotWrites, "begin_write", begin)
     _around(SlotWrites, "complete_slot", arrived)
     _around(Shard, "verify_slot", settle)
-    _around(SlotPair, "restore", restore)
+    _around(SlotPair, "restore_slot", restore)
 
 
 def _seals(truth: Truth) -> None:

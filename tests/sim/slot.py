@@ -34,7 +34,7 @@ def pack(content: Content, epoch: int, world: int, *, live: bool = False) -> byt
     small = _small(content) if live else b""
     size = LIVE_SIZE if live else SIZE
     row = TensorRow("state", "uint8", (_TENSOR_BYTES * world,), True, "cpu")
-    pieces = shard_manifest.place((row,), [(0, (_TENSOR_BYTES * content.rank,), (_TENSOR_BYTES,))])
+    pieces = shard_manifest.place_boxes((row,), [(0, (_TENSOR_BYTES * content.rank,), (_TENSOR_BYTES,))])
     manifest = shard_manifest.pack(ShardManifest(content.rank, world, (row,), pieces))
     layout = SlotLayout.plan(len(manifest), _TENSOR_BYTES, len(small))
     assert layout.total == size

@@ -76,8 +76,8 @@ class _Any(str):
 
 def _any_map() -> None:
     """What agents of an incarnation long ago have counts as the newest."""
-    plan = recovery_plan.plan
-    _put(recovery_plan, plan=lambda *given, **more: replace(plan(*given, **more), latest=math.inf))
+    plan = recovery_plan.plan_recovery
+    _put(recovery_plan, plan_recovery=lambda *given, **more: replace(plan(*given, **more), latest=math.inf))
 
 
 def _memory_first() -> None:

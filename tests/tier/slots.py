@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.dtypes import get_item_bytes
@@ -38,7 +38,7 @@ class Slot:
         return ParsedSlot.parse(self.view, len(self.memory))
 
     def digest(self) -> str:
-        return digest(self.view[: self.used])
+        return digest_bytes(self.view[: self.used])
 
 
 def make(
@@ -55,7 +55,7 @@ def make(
 ) -> Slot:
     """A slot with random tensors in these boxes (row, offset, size), and garbage between them."""
     dice = np.random.default_rng([seed, rank])
-    pieces = shard_manifest.place(rows, list(boxes))
+    pieces = shard_manifest.place_boxes(rows, list(boxes))
     manifest = ShardManifest(rank, world, rows, pieces, aliases or {})
     packed = shard_manifest.pack(manifest)
     layout = SlotLayout.plan(len(packed), manifest.count_tensor_bytes(), max(8192, len(small)))

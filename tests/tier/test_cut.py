@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import nodefile, orders, version
 from gemini_hpc.tier.shards import ParsedSlot
@@ -131,7 +131,7 @@ def loadable(tier: Path, sources: dict[Stamp, list[str]]) -> Stamp:
         memory = bytearray(stored.used)
         with nodefile.NodeFileReader(str(where / name)) as reader:
             reader.read(stored, memoryview(memory))
-        assert stored.digest == sources[manifest.stamp][rank] == digest(memoryview(memory))
+        assert stored.digest == sources[manifest.stamp][rank] == digest_bytes(memoryview(memory))
     return manifest.stamp
 
 
@@ -182,7 +182,7 @@ def digests(where: Path, stamp: Stamp) -> list[str]:
     for slot in node.slots:
         memory = bytearray(slot.memory[:])
         ParsedSlot.parse(memoryview(memory), len(memory)).clear_gaps()
-        found.append(digest(memoryview(memory)[: slot.used]))
+        found.append(digest_bytes(memoryview(memory)[: slot.used]))
     node.close()
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from waiting import until
 
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.tier import job_directory, orders, version, worker
@@ -129,7 +129,7 @@ def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
         order = orders.Read(str(tmp_path), 5, "default", STAMP, rank, fd, stored.used, stored.digest)
         assert carry_out(order, fd) == orders.Finished()
         wanted = bytearray(node.slots[rank].memory[:])
-        assert digest(memoryview(wanted)[: stored.used]) == node.slots[rank].digest(), "a slot stays as it is"
+        assert digest_bytes(memoryview(wanted)[: stored.used]) == node.slots[rank].digest(), "a slot stays as it is"
         ParsedSlot.parse(memoryview(wanted), len(wanted)).clear_gaps()
         assert os.pread(fd, stored.used, 0) == wanted[: stored.used]
         os.close(fd)

@@ -233,7 +233,7 @@ class Node:
         if isinstance(m, local.Fetch):
             for node in job.nodes:
                 held = node.held.get(m.rank)
-                index = held.pair.find(job.chosen) if held is not None and job.chosen else None
+                index = held.pair.find_slot(job.chosen) if held is not None and job.chosen else None
                 if held is not None and index is not None:
                     slot = held.pair.slots[index]
                     fd = os.open(f"/proc/self/fd/{held.fds[index]}", os.O_RDONLY)
@@ -313,7 +313,7 @@ class Node:
         header = parse_header(os.pread(held.fds[m.slot], HEADER_BYTES, 0), held.bytes)
         assert (header.rank, header.stamp, header.used_bytes) == (m.rank, Stamp(self.job.epoch, m.version), m.used)
         try:
-            held.pair.complete(m.slot, Stamp(self.job.epoch, m.version), found, m.used)
+            held.pair.complete_slot(m.slot, Stamp(self.job.epoch, m.version), found, m.used)
         except ValueError:
             return False
         held.commit(m.slot, Committed(Stamp(self.job.epoch, m.version), m.used, found))
@@ -364,7 +364,7 @@ class FakeJob:
         return frozenset(
             s
             for s in seen
-            if any(h.pair.find(s) is None and h.pair.high is not None and h.pair.high > s for h in pairs)
+            if any(h.pair.find_slot(s) is None and h.pair.high is not None and h.pair.high > s for h in pairs)
         )
 
     def reseal(self) -> None:

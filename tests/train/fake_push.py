@@ -113,7 +113,7 @@ class Push:
         if reason := job.refuse_begin(self._holder.rank, begin) if job.refuse_begin else "":
             return local.Refused(reason)
         home, holder = self._home.held.get(self._rank), self._holder.held.get(self._rank)
-        index = home.pair.find(stamp) if home is not None else None
+        index = home.pair.find_slot(stamp) if home is not None else None
         if home is None or holder is None or index is None:
             return local.Refused("not registered")
         if holder.bytes != home.bytes:

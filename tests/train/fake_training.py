@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gemini_hpc.core.chunks import cut
+from gemini_hpc.core.chunks import cut_chunks
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save
 from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework
 from gemini_hpc.train.nccl.progress import Progress
@@ -54,7 +54,7 @@ class Rank:
         self.tensors = Tensors([Piece(0, self.parameters[:third]), Piece(third, self.parameters[third:])])
         self.work = tuple(
             Piecework(after, offset, length)
-            for after, (offset, length) in zip((0, 1, 1, -1, -1, -1), cut(size, PART - 1), strict=False)
+            for after, (offset, length) in zip((0, 1, 1, -1, -1, -1), cut_chunks(size, PART - 1), strict=False)
         )
         self.own_slots: dict[int, torch.Tensor] = {}
         self.network = [self.device.create_stream() for _ in range(self.groups)]

@@ -19,7 +19,7 @@ from torch import nn
 import gemini_hpc as gemini
 from gemini_hpc.core import wait_budget
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.format.shard_manifest import ShardManifest, place
+from gemini_hpc.format.shard_manifest import ShardManifest, place_boxes
 from gemini_hpc.train.state import ownership
 from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.tree import StateTree
@@ -239,7 +239,7 @@ def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: Fak
             if job.ancestors:
                 break
             wait_a_little()
-        assert [held.pair.find(Stamp(1, 4)) is not None for held in job.ancestors] == [True], "sealed, and kept"
+        assert [held.pair.find_slot(Stamp(1, 4)) is not None for held in job.ancestors] == [True], "sealed, and kept"
         job.seal_until = 1 << 30
         while ckpt._session.client is not None and ckpt._session.client.lost:
             wait_a_little()
@@ -435,7 +435,7 @@ def capture_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Capt
     described = [tree.describe(leaf, 1) for leaf in leaves]
     rows, entries = tuple(r for r, _ in described), [e for _, e in described]
     blocks = ownership.deal_blocks([entries])[0]
-    manifest = ShardManifest(0, 1, rows, place(rows, [(b.entry, b.offset, b.size) for b in blocks]))
+    manifest = ShardManifest(0, 1, rows, place_boxes(rows, [(b.entry, b.offset, b.size) for b in blocks]))
     capture = Capture(manifest, leaves, entries, blocks)
     capture.bind(leaves)
     return capture, tree, torch.zeros(manifest.count_tensor_bytes(), dtype=torch.uint8)

@@ -109,7 +109,7 @@ class Training:
             self.device.until(lambda version=version: self.version > version)  # type: ignore[misc]
 
     def profile(self) -> Profile:
-        return spans.summarize(self.traces[1:])
+        return spans.summarize_traces(self.traces[1:])
 
     def beside(self) -> float:
         """Share of the chunks' time beside collectives of the device."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.core.moments import UNKNOWN, add, is_common
+from gemini_hpc.core.moments import UNKNOWN, add_marks, is_common
 
 from .agents import RealJob
 from .conftest import HOST
@@ -32,7 +32,7 @@ def test_a_version_is_common_exactly_where_all_ranks_mean_the_same_moment(
     for run in zip(*(one["moments"]["runs"][kind] for one in four), strict=True):
         for calls in zip(*run, strict=False):  # the version's number is the number of the call
             meant = all(len({calls[rank][0] for rank in group}) == 1 for group in groups)
-            assert is_common(add(mark for _, mark in calls)) == meant, calls
+            assert is_common(add_marks(mark for _, mark in calls)) == meant, calls
             common, apart = common + meant, apart + (not meant)
     assert common > RANDOM and apart > RANDOM
 
@@ -41,8 +41,8 @@ def test_what_programs_do_beside_their_iterations_is_no_difference(four: list[di
     honest = [one["honest"] for one in four]
     assert not any(one["problem"] for one in honest)
     for marks in zip(*(one["marks"] for one in honest), strict=True):
-        assert UNKNOWN not in marks and add(marks) == 0
-    assert add(one["unknown"] for one in honest) == UNKNOWN
+        assert UNKNOWN not in marks and add_marks(marks) == 0
+    assert add_marks(one["unknown"] for one in honest) == UNKNOWN
 
 
 @pytest.mark.witness("ranks that count their steps differently are told, and never resumed as a mixture")

@@ -32,7 +32,7 @@ from .fake_device import FakeEvent, Heard, World
 
 def profile(times: list[tuple[float, float]], length_s: float = 1.0, gate_s: float = 0.9, kind: int = 7) -> Profile:
     ops = tuple(Op(kind + k, 8, start, end) for k, (start, end) in enumerate(times))
-    return spans.summarize([Trace(0.0, length_s, gate_s, ops)] * 3)
+    return spans.summarize_traces([Trace(0.0, length_s, gate_s, ops)] * 3)
 
 
 SHORT = profile([(0.1, 0.2), (0.4, 0.6)])

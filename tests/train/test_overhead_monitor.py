@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gemini_hpc.core.save_interval import OverheadController
-from gemini_hpc.core.spans import Op, Trace, summarize
+from gemini_hpc.core.spans import Op, Trace, summarize_traces
 from gemini_hpc.train.schedule.overhead_monitor import (
     IN_A_ROW,
     SETTLED,
@@ -21,7 +21,7 @@ OPS = (Op(1, 8, 0.2, 0.4), Op(2, 8, 0.6, 0.7))
 
 @pytest.fixture
 def seen() -> OverheadMonitor:
-    profile = summarize([Trace(0.0, USUAL_S, 0.9, OPS)] * 3)
+    profile = summarize_traces([Trace(0.0, USUAL_S, 0.9, OPS)] * 3)
     made = OverheadMonitor(0.01)
     made.adopt_plan(profile, OverheadController(lambda s: 0.0, USUAL_S))
     return made
@@ -56,7 +56,7 @@ def test_but_as_soon_as_it_has_lost_what_a_profile_costs(seen: OverheadMonitor) 
     """And then it is believed once; what it was that lost it, the next profile shows."""
     first = iterations(seen, 1.1 * USUAL_S, 0.0)
     assert WORTH <= 0.09 * first < WORTH + 0.09
-    seen.adopt_plan(summarize([Trace(0.0, USUAL_S, 0.9, OPS)] * 3), OverheadController(lambda s: 0.0, USUAL_S))
+    seen.adopt_plan(summarize_traces([Trace(0.0, USUAL_S, 0.9, OPS)] * 3), OverheadController(lambda s: 0.0, USUAL_S))
     second = iterations(seen, 1.1 * USUAL_S, 0.0)
     assert 2 * WORTH <= 0.09 * second < 2 * WORTH + 0.09
 
@@ -64,7 +64,7 @@ def test_but_as_soon_as_it_has_lost_what_a_profile_costs(seen: OverheadMonitor) 
 def test_but_not_where_j_is_forced(seen: OverheadMonitor) -> None:
     """Nothing would change but that there is one profile more."""
     seen.adopt_plan(
-        summarize([Trace(0.0, USUAL_S, 0.9, OPS)] * 3), OverheadController(lambda s: 0.0, USUAL_S, forced=1)
+        summarize_traces([Trace(0.0, USUAL_S, 0.9, OPS)] * 3), OverheadController(lambda s: 0.0, USUAL_S, forced=1)
     )
     assert SETTLED <= iterations(seen, 1.1 * USUAL_S, 0.0) < SETTLED + 40
 
@@ -85,7 +85,7 @@ def test_where_profiling_makes_iterations_longer_it_is_tried_ever_less_often(see
     ages = []
     for _ in range(4):
         ages.append(iterations(seen, 0.9 * USUAL_S, 0.0, most=20 * SETTLED))
-        seen.adopt_plan(summarize([Trace(0.0, USUAL_S, 0.9, OPS)] * 3), seen._controller)
+        seen.adopt_plan(summarize_traces([Trace(0.0, USUAL_S, 0.9, OPS)] * 3), seen._controller)
     assert all(2**k * SETTLED <= age < 2**k * SETTLED + 40 for k, age in enumerate(ages))
 
 

@@ -25,7 +25,7 @@ def profile(idle_s: float = 0.05) -> Profile:
     ops = tuple(Op(7, 1000, (0.05 + idle_s) * k, (0.05 + idle_s) * k + 0.05) for k in range(10))
     length_s = 10 * (0.05 + idle_s)
     trace = Trace(0.0, length_s, length_s - 0.01, ops)
-    return spans.summarize([trace] * 3)
+    return spans.summarize_traces([trace] * 3)
 
 
 def planned(

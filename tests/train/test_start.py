@@ -43,7 +43,7 @@ def drain(job: FakeJob, tier: Path) -> Path:
         for rank, held in node.held.items():
             if held.home != number:
                 continue
-            index = held.pair.find(stamp)
+            index = held.pair.find_slot(stamp)
             assert index is not None
             slot = held.pair.slots[index]
             fds.append(held.fds[index])

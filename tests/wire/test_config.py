@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refusal
 
-from gemini_hpc.config import ConfigError, Settings, load, parse
+from gemini_hpc.config import ConfigError, Settings, load_site_settings, parse_settings
 
 KEYS = sorted(f.name for f in dataclasses.fields(Settings))
 
 
 def refused(text: str, *words: str) -> None:
-    line = refusal(ConfigError, parse, text, "/x/gemini.toml")
+    line = refusal(ConfigError, parse_settings, text, "/x/gemini.toml")
     assert line.startswith("/x/gemini.toml: ") and "\n" not in line and len(line) < 1500, text[:80]
     for word in words:
         assert word in line, line
@@ -29,11 +29,13 @@ def test_defaults_are_valid() -> None:
     for f in dataclasses.fields(Settings):
         value = getattr(defaults, f.name)
         lines.append(f"{f.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
-    assert parse("\n".join(lines)) == defaults == parse("")
+    assert parse_settings("\n".join(lines)) == defaults == parse_settings("")
 
 
 def test_values_are_taken() -> None:
-    settings = parse('heartbeat_s = 2\noperators = ["a", "b"]\nstrict_prolog = true\ncontroller_host = "ctl"')
+    settings = parse_settings(
+        'heartbeat_s = 2\noperators = ["a", "b"]\nstrict_prolog = true\ncontroller_host = "ctl"'
+    )
     assert (settings.heartbeat_s, settings.operators) == (2.0, ("a", "b"))
     assert settings.strict_prolog and settings.controller_host == "ctl"
 
@@ -74,7 +76,7 @@ def test_mistakes() -> None:
 @given(st.text(max_size=200))
 def test_any_text(text: str) -> None:
     try:
-        parse(text, "/x/gemini.toml")
+        parse_settings(text, "/x/gemini.toml")
     except ConfigError as exc:
         assert "\n" not in str(exc)
 
@@ -88,7 +90,7 @@ _values = (
 def test_any_value(key: str, value: object) -> None:
     text = repr(value) if isinstance(value, float) else json.dumps(value)
     try:
-        settings = parse(f"{key} = {text}", "/x/gemini.toml")
+        settings = parse_settings(f"{key} = {text}", "/x/gemini.toml")
     except ConfigError as exc:
         assert key in str(exc) or "TOML" in str(exc)
         assert "\n" not in str(exc)
@@ -99,13 +101,13 @@ def test_any_value(key: str, value: object) -> None:
 
 def test_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none: no such file"):
-        load(str(tmp_path / "none"))
+        load_site_settings(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
-        load(str(tmp_path))
+        load_site_settings(str(tmp_path))
     path = tmp_path / "gemini.toml"
     path.write_bytes(b"controller_host = '\xff\xfe'")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        load(str(path))
+        load_site_settings(str(path))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_files(tmp_path: Path) -> None:
     ],
 )
 def test_rdma(text: str, value: str | tuple[str, ...]) -> None:
-    assert parse(f"rdma = {text}").rdma == value
+    assert parse_settings(f"rdma = {text}").rdma == value
 
 
 @pytest.mark.parametrize(
@@ -126,4 +128,4 @@ def test_rdma(text: str, value: str | tuple[str, ...]) -> None:
 )
 def test_devices_for_rdma_that_cannot_be(text: str) -> None:
     with pytest.raises(ConfigError, match="rdma: wanted"):
-        parse(f"rdma = {text}")
+        parse_settings(f"rdma = {text}")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from gemini_hpc.config import ConfigError, Settings, parse
+from gemini_hpc.config import ConfigError, Settings, parse_settings
 from gemini_hpc.node import spawn, tickets
 from gemini_hpc.wire import credentials, keyed, site_key
 from gemini_hpc.wire.credentials import CredentialError
@@ -67,9 +67,9 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_the_setting() -> None:
-    assert parse('auth = "key"').auth == "key" and parse("").auth == "munge"
+    assert parse_settings('auth = "key"').auth == "key" and parse_settings("").auth == "munge"
     for other in ("slurm", "none", "", "MUNGE"):
-        assert "auth: wanted munge or key" in refusal(ConfigError, parse, f'auth = "{other}"'), other
+        assert "auth: wanted munge or key" in refusal(ConfigError, parse_settings, f'auth = "{other}"'), other
 
 
 @needs_root

@@ -584,7 +584,7 @@ class RecoveryRounds:
     def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
         """Return the plan, and whether every training in it resumes from its last seal."""
         rejected = self._host.learn_rejections([found for r in records for found in r.rejected])
-        plan = recovery_plan.plan(
+        plan = recovery_plan.plan_recovery(
             {r.host: round_plan.build_inventory(r, rejected) for r in records},
             self.hosts,
             self._host.replicas,
@@ -608,7 +608,7 @@ class RecoveryRounds:
             step=self.step,
             epoch=plan.epoch,
             noderanks=plan.noderanks,
-            map_hash=node_ranks.map_hash(plan.noderanks, self._host.job, self._host.restart, plan.order.ranks),
+            map_hash=node_ranks.hash_noderanks(plan.noderanks, self._host.job, self._host.restart, plan.order.ranks),
             ports={r.host: r.port for r in records},
             trainings=tuple(trainings),
             pulls=pulls,

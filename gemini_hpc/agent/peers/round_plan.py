@@ -209,7 +209,7 @@ def take_over(
         good.append(
             recovery_plan.Inventory(found.host, found.noderanks, found.map_restart, copies, 0, sealed, found.order)
         )
-    made = recovery_plan.plan(
+    made = recovery_plan.plan_recovery(
         {i.host: i for i in good},
         hosts,
         m,
@@ -240,7 +240,7 @@ def take_over(
         noderanks=made.noderanks,
         order=ranks,
         domains=domains.measure_separation(by_host, made.noderanks, min(m, len(made.noderanks)), made.order),
-        map_hash=node_ranks.map_hash(made.noderanks, job, restart, ranks),
+        map_hash=node_ranks.hash_noderanks(made.noderanks, job, restart, ranks),
         trainings=tuple((own | taken).values()),
         pulls=tuple(
             msgspec.structs.replace(order, copy=_inherit_copy(order.copy), sources=_list_sources(order, holders))

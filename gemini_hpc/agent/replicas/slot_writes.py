@@ -132,7 +132,7 @@ class SlotWrites:
         if slot.state != "filling" or slot.stamp != stamp:
             return False
         if found == wanted:
-            shard.pair.complete(index, stamp, found, used, shard.read_moment(index))
+            shard.pair.complete_slot(index, stamp, found, used, shard.read_moment(index))
             shard.since[index] = shard.verified[index] = clock.time()
             shard.memory[index].commit(claimed)
             self._completed(shard, index)

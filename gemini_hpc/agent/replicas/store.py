@@ -158,7 +158,7 @@ class Store:
         """Return the shard and slot index of exactly this version, complete or in progress."""
         for shard in self:
             if shard.training == training_name and shard.rank == rank:
-                index = shard.pair.find(stamp)
+                index = shard.pair.find_slot(stamp)
                 if index is not None:
                     return shard, index
         return None
@@ -167,7 +167,7 @@ class Store:
         """Return the parity and slot index of exactly this version beside that rank's shard."""
         for shard in self.list_all():
             if shard.parity is not None and shard.training == training_name and shard.rank == rank:
-                index = shard.pair.find(stamp)
+                index = shard.pair.find_slot(stamp)
                 if index is not None:
                     return shard, index
         return None
@@ -238,7 +238,7 @@ class Store:
         If its sealed version is here, empty slots, older versions and abandoned versions are freed. Otherwise all
         slots stay.
         """
-        if shard.pair.find(sealed) is None:
+        if shard.pair.find_slot(sealed) is None:
             return
         for index, slot in enumerate(shard.pair.slots):
             if shard.memory[index].fd >= 0 and (slot.stamp is None or slot.stamp < sealed or slot.stamp in abandoned):

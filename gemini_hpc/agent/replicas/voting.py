@@ -8,7 +8,7 @@ import msgspec
 
 from gemini_hpc.core.moments import Moment, MomentReport, describe_difference
 from gemini_hpc.core.slots import SlotPair, Stamp
-from gemini_hpc.core.votes import SILENT, Decision, Root, Vote, build_vote, merge
+from gemini_hpc.core.votes import SILENT, Decision, Root, Vote, build_vote, merge_votes
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.bounds import Strict
 
@@ -133,7 +133,7 @@ class Voting:
     def _merge_ballots(self) -> SubtreeVote:
         ballots = [b for b in (self._own, *self._below.values()) if b.pairs]
         degraded = self._missing or any(b.degraded for b in self._below.values())
-        vote = merge(b.vote for b in ballots) if ballots else SILENT
+        vote = merge_votes(b.vote for b in ballots) if ballots else SILENT
         kinds = 0
         for b in ballots:
             kinds |= b.kinds
@@ -152,10 +152,10 @@ class Voting:
         vote = ballot.vote
         if ballot.pairs != ballot.world * self._pairs_each or ballot.kinds not in (RESUMED, REGISTERED):
             vote = Vote(frozenset(), vote.seen, vote.floor, vote.kept)
-        self._root.update("job", vote, ballot.world)
+        self._root.record_vote("job", vote, ballot.world)
         word = self._root.decide()
         if word.void is not None and word.void == self.decision.void and len(ballot.reports) == ballot.world:
-            self._root.explain(describe_difference(word.void.version, ballot.reports))
+            self._root.record_difference(describe_difference(word.void.version, ballot.reports))
             word = self._root.decide()
         self.on_decision(word, ballot.degraded)
 

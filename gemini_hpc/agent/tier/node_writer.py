@@ -206,7 +206,7 @@ class NodeWriter:
             TierFailed: The shard does not hold the version any more.
             NoMemory: The memory for the copy does not suffice.
         """
-        index = shard.pair.find(stamp)
+        index = shard.pair.find_slot(stamp)
         record = shard.describe_copy(index) if index is not None else None
         if index is None or record is None:
             raise TierFailed(f"rank {shard.rank} no longer holds version {stamp.version}")

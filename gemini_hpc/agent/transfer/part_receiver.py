@@ -238,7 +238,7 @@ class PartReceiver:
                     continue
                 if slot.stamp in shard.pair.list_complete_stamps() or slot.stamp.epoch != self._membership.epoch:
                     continue
-                if (index := shard.pair.find(slot.stamp)) is not None:
+                if (index := shard.pair.find_slot(slot.stamp)) is not None:
                     state.fill = None
                     self._filling.empty_slot(shard, index)
                 if shard.pair.floor is None or slot.stamp >= shard.pair.floor:

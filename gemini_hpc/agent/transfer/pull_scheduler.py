@@ -162,7 +162,7 @@ class PullScheduler:
             if stop.is_set():
                 raise pull.PullFailed("cancelled by a new recovery round")
             shard.resumed_round = number
-            held = shard.pair.find(stamp)
+            held = shard.pair.find_slot(stamp)
             if held is not None and shard.pair.slots[held].digest == copy.digest:  # held since an earlier round
                 return shard.memory[held]
             # Begin before waiting for the gate: a trainer that begins a newer version first would exclude this one.
@@ -226,7 +226,7 @@ class PullScheduler:
     def _complete_slot(self, copy: Copy, shard: Shard, index: int) -> None:
         if shard.parity is not None:
             shard.parity.of[index], shard.parity.rooms[index] = copy.of, copy.room
-        shard.pair.complete(index, copy.stamp, copy.digest, copy.used, shard.read_moment(index))
+        shard.pair.complete_slot(index, copy.stamp, copy.digest, copy.used, shard.read_moment(index))
         shard.since[index] = shard.verified[index] = clock.time()
         shard.memory[index].commit(Committed(copy.stamp, copy.used, copy.digest))
         self._trainings.recount(copy.training)

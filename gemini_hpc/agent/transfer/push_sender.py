@@ -441,7 +441,7 @@ class Channel:
         if shard is None or incarnation is None:
             raise PushLost("this node has no part in a running training")
         epoch = self._membership.epoch
-        index = shard.pair.find(Stamp(epoch, m.version))
+        index = shard.pair.find_slot(Stamp(epoch, m.version))
         if index is None or shard.pair.slots[index].state != "filling" or not 0 < m.used <= shard.bytes:
             raise PushLost(f"this node is not filling version {m.version} of {m.used} bytes")
         if reason := ranges.find_fault(m.kept, m.used):

@@ -32,7 +32,7 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer.threads import run_beside
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.settings import RDMA_OFF
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
@@ -541,7 +541,7 @@ class Rdma:
                     writer.write(0, TRIAL_BYTES, check_time)
                 except RdmaError as exc:
                     reason = str(exc)
-                link.send(peer.PushTried(digest(data)))
+                link.send(peer.PushTried(digest_bytes(data)))
                 verdict = link.receive(peer.PushAnswer).reason
                 reason = reason or verdict
         except RdmaError as exc:
@@ -570,7 +570,7 @@ class Rdma:
                 with closing(Window(target, trial.pair)) as window:
                     link.send(peer.PushAnswer(window=window.place))
                     said = link.receive(peer.PushTried)
-                reason = "" if digest(target.view) == said.digest else "the bytes of a trial have not arrived"
+                reason = "" if digest_bytes(target.view) == said.digest else "the bytes of a trial have not arrived"
         except RdmaError as exc:
             reason = str(exc)
         if reason:

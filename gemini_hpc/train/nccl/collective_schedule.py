@@ -149,7 +149,7 @@ def build_program(terms: Terms, s: int) -> Program:
     """
     windows = find_shared_windows(terms.profiles)
     line = spans.build_timeline(windows, s)
-    plan = schedule.plan(line.T, terms.C, terms.m, terms.R, terms.p, terms.B, terms.alpha, terms.mu)
+    plan = schedule.plan_chunks(line.T, terms.C, terms.m, terms.R, terms.p, terms.B, terms.alpha, terms.mu)
     gate = Place(s - 1, True, 0)
     places, chunks = [], []
     last = len(line.T) - 1

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from gemini_hpc.core.chunks import cut
+from gemini_hpc.core.chunks import cut_chunks
 from gemini_hpc.core.spans import Profile
 from gemini_hpc.train.device.interface import Broken, Device, Event, Stream
 from gemini_hpc.train.nccl.source import Tensors
@@ -74,7 +74,7 @@ def plan_copy(
         mu: Share of each busy time that is used.
 
     Raises:
-        ValueError: If the rate is not above 0, or as `cut` does.
+        ValueError: If the rate is not above 0, or as `cut_chunks` does.
     """
     if not bytes_per_s > 0:
         raise ValueError(f"copies to host memory at {bytes_per_s} bytes per second: more than 0 is wanted")
@@ -82,9 +82,12 @@ def plan_copy(
     at = 0
     for after, length_s in list_busy_times(profile):
         room = min(total_bytes - at, int(mu * length_s * bytes_per_s))
-        placed += [Piecework(after, at + offset, size) for offset, size in cut(room, chunk_bytes)]
+        placed += [Piecework(after, at + offset, size) for offset, size in cut_chunks(room, chunk_bytes)]
         at += room
-    return (*placed, *(Piecework(-1, at + offset, size) for offset, size in cut(total_bytes - at, chunk_bytes)))
+    return (
+        *placed,
+        *(Piecework(-1, at + offset, size) for offset, size in cut_chunks(total_bytes - at, chunk_bytes)),
+    )
 
 
 class OwnSlot:

@@ -15,7 +15,7 @@ import torch
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
-from gemini_hpc.core.digest import digest
+from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.train.device.memory import TensorSlot
@@ -120,7 +120,7 @@ class StreamedReplicator(Replicator):
         layout = self._layout
         sizes = tuple(n for n in (layout.tensor_offset, used - layout.tensor_offset - layout.tensor_bytes) if n)
         head = Head(version, used, layout.total, sizes, (layout.tensor_offset, layout.tensor_bytes))
-        told = digest(slot.view()[:used])
+        told = digest_bytes(slot.view()[:used])
         self._refused, self._bereaved = None, False
         for rank, box in list(self._outboxes.items()):
             assert isinstance(box, MessageOutbox)
@@ -159,7 +159,7 @@ class StreamedReplicator(Replicator):
     def _send_all(self, version: int, slot: TensorSlot, used: int) -> str:
         """Send a version whose tensors do not go over NCCL, in chunks of announced sizes. Return its digest."""
         pacer, outstanding, accepting = self._pacer, self._outstanding, self._offer_to_holders(version, used)
-        told = digest(slot.view()[:used])
+        told = digest_bytes(slot.view()[:used])
         for replica, rank, box in accepting:
             assert isinstance(box, MessageOutbox)
             at = 0

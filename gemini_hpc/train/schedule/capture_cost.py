@@ -43,7 +43,7 @@ class CaptureCost(VersionCost):
         """
         waited = mark is None or mark.query()
         self._begun_s = clock.monotonic() - began if waited else 0.0
-        self.add(self._begun_s)
+        self.add_capture(self._begun_s)
 
     @property
     def begun_s(self) -> float:

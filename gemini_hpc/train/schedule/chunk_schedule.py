@@ -187,7 +187,7 @@ class Route:
     def plan(self, s: int) -> schedule.Plan:
         """Return the result of Algorithm 2 over s iterations."""
         T = spans.build_timeline(self.usable, s).T
-        return schedule.plan(T, self.C, self.m, self.R, self.p, self.B, self.start_s, self.mu)
+        return schedule.plan_chunks(T, self.C, self.m, self.R, self.p, self.B, self.start_s, self.mu)
 
     def compute_late_s(self, s: int) -> float:
         """Return the seconds that the training waits for a version that may take s iterations."""
@@ -219,4 +219,4 @@ def find_common_windows(mine: Profile, others: Sequence[tuple[Profile, float]]) 
     """
     unlike = [(profile, shift) for profile, shift in others if profile.pattern != mine.pattern]
     alike = [profile for profile, _ in others if profile.pattern == mine.pattern]
-    return tuple(spans.cap_windows(mine, spans.intersect(mine, unlike), alike))
+    return tuple(spans.cap_windows(mine, spans.intersect_profiles(mine, unlike), alike))

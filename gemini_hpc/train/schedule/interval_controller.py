@@ -367,7 +367,7 @@ class IntervalController:
         self._pacer.deferred = self._defers
         length_s = clock.monotonic() - self._begun_at
         self._budget.add_training(max(0.0, length_s - waited_s))
-        self._pace.note(length_s - waited_s - self._cost.begun_s)
+        self._pace.note_iteration(length_s - waited_s - self._cost.begun_s)
         self._version = version
         self._dirties.append(self._dirty or self._pacer.strayed)
         self._pacer.begin_iteration(version)
@@ -417,13 +417,15 @@ class IntervalController:
             j, self._because = words[0] // _RANKS, _RANKS - 1 - words[0] % _RANKS
             self._adopt_pace(j, words[1], version)
         elif due and common:
-            wish = self._pace.wish(agreed.j, agreed.s, self._latency.whole_s, self._version_s, self._traffic.every)
+            wish = self._pace.choose_frequency(
+                agreed.j, agreed.s, self._latency.whole_s, self._version_s, self._traffic.every
+            )
             if collectives is not None:
                 collectives.start_max_round([wish.j * _RANKS + _RANKS - 1 - self._rank, wish.s])
             else:
                 self._adopt_pace(wish.j, wish.s, version)
         elif due and self._cost.seconds and not self._traffic.every:
-            wish = self._pace.wish(agreed.j, agreed.s, 0.0, self._cost.whole_s, 0)
+            wish = self._pace.choose_frequency(agreed.j, agreed.s, 0.0, self._cost.whole_s, 0)
             self._report_interval(wish.j, self._pace.usual_s, in_force=wish.j == agreed.j)
 
     def _adopt_pace(self, j: int, s: int, version: int) -> None:

@@ -154,7 +154,7 @@ class OverheadMonitor:
         early = not ours and self._age < SETTLED
         before = controller.frequency
         judge = not early or (controller.forced is None and self._lost >= self._worth)  # a forced j stays
-        if controller.observe(lost_s, judge=judge) is not before:
+        if controller.observe_cycle(lost_s, judge=judge) is not before:
             self._worth *= 1 + early
             cost, allowed = 100 * median(self._costs), 100 * self._ceiling
             return f"a version costs {cost:.2g} % of the time, {allowed:.2g} % are allowed"

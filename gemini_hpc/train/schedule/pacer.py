@@ -21,7 +21,7 @@ from statistics import median_low
 from typing import Literal, NamedTuple, Protocol
 
 from gemini_hpc import clock
-from gemini_hpc.core.chunks import cut
+from gemini_hpc.core.chunks import cut_chunks
 from gemini_hpc.train.device.progress import Place
 from gemini_hpc.train.schedule.chunk_schedule import Timetable
 from gemini_hpc.train.schedule.link_model import LinkMeter
@@ -278,14 +278,16 @@ class Pacer:
         """Return the sizes of the chunks of `used_bytes` bytes in order, for transports that announce them."""
         if self._table is None or replica >= len(self._table.chunks):
             head = min(PROBE_BYTES, used_bytes)
-            return tuple(n for n in (head, *(length for _, length in cut(used_bytes - head, self.chunk_bytes))) if n)
+            return tuple(
+                n for n in (head, *(length for _, length in cut_chunks(used_bytes - head, self.chunk_bytes))) if n
+            )
         sizes: list[int] = []
         left = used_bytes
         for _, size in self._table.chunks[replica]:
             if left:
                 sizes.append(min(size, left))
                 left -= sizes[-1]
-        sizes += [length for _, length in cut(left, self.chunk_bytes)]
+        sizes += [length for _, length in cut_chunks(left, self.chunk_bytes)]
         return tuple(sizes)
 
     def deliver(self, replica: int, total: int, flow: Flow) -> None:

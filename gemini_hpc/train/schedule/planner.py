@@ -150,7 +150,7 @@ class Planner:
         traces = self._usual
         self.profile = None
         if len(traces) >= _LEAST_TRACES:
-            self.profile = spans.summarize([trace for _, trace in traces], keep=_KEPT_SPANS)
+            self.profile = spans.summarize_traces([trace for _, trace in traces], keep=_KEPT_SPANS)
         if self.profile is None:
             return msgspec.msgpack.encode(_Standing())
         version, trace = traces[-1]

@@ -24,7 +24,7 @@ class CachedProfile:
 
     Attributes:
         profile: The rank's profile.
-        others: Profiles of the holders with their shifts in seconds (see `spans.intersect`).
+        others: Profiles of the holders with their shifts in seconds (see `spans.intersect_profiles`).
         B: Rate of the link, bytes per second.
         alpha: Startup time of a chunk, seconds.
     """

@@ -152,7 +152,7 @@ def lay_out(
     # frozen tensors come first, in one range of bytes; lifted ones come last; all others stay in order
     blocks.sort(key=lambda b: (rows[b.entry].optimizer == LIFTED, b.entry not in frozen))
     frozen_bytes = sum(math.prod(b.size) * entries[b.entry].itemsize for b in blocks if b.entry in frozen)
-    pieces = shard_manifest.place(tuple(rows), [(b.entry, b.offset, b.size) for b in blocks])
+    pieces = shard_manifest.place_boxes(tuple(rows), [(b.entry, b.offset, b.size) for b in blocks])
     manifest = shard_manifest.ShardManifest(rank, len(gathered), tuple(rows), pieces, dict(aliases))
     packed = shard_manifest.pack(manifest)
     tensor_bytes, capacity = manifest.count_tensor_bytes(), choose_small_capacity(draft.small_bytes, kept_capacity)
