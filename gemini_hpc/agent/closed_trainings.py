@@ -56,7 +56,7 @@ class ClosedTrainings:
         incarnation = self._membership.incarnation
         self._closings.close(training, series, version)
         if incarnation is not None:
-            self._enter(incarnation)
+            self._enter_round(incarnation)
             self._own[training.name] = _Count(len(training.finished), training.world, version, series)
             self._due[training.name] = clock.monotonic() + _LATER_S
             self._note_beside(incarnation, training.name)
@@ -68,26 +68,26 @@ class ClosedTrainings:
         rounds = incarnation.rounds
         if message.round != rounds.round or not incarnation.live:
             return
-        self._enter(incarnation)
+        self._enter_round(incarnation)
         if isinstance(message, peer.ClosedUp) and host in rounds.children:
             count = _Count(message.ranks, message.world, message.version, message.series)
             self._below.setdefault(message.training, {})[host] = count
             self._note_beside(incarnation, message.training)
-            self._count(incarnation, message.training)
+            self._sum_counts(incarnation, message.training)
         elif isinstance(message, peer.ClosedDown) and host == rounds.parent:
             self._adopt_decision(incarnation, message)
 
     def on_link(self, incarnation: Incarnation, host: str) -> None:
         """Resend the messages that a peer with a new link may have missed."""
-        self._enter(incarnation)
+        self._enter_round(incarnation)
         if host == incarnation.rounds.parent:
             for name in (self._own.keys() - self._due.keys()) | self._below.keys():
-                self._count(incarnation, name)
+                self._sum_counts(incarnation, name)
         elif host in incarnation.rounds.children:
             for message in self._down.values():
                 incarnation.send(host, message)
 
-    def _enter(self, incarnation: Incarnation) -> None:
+    def _enter_round(self, incarnation: Incarnation) -> None:
         """Forget the counts of the last round: the plan has all that is known of them."""
         at = incarnation.restart, incarnation.rounds.round
         if at != self._round:
@@ -95,7 +95,7 @@ class ClosedTrainings:
             for known in (self._own, self._due, self._below, self._down, self._parting):
                 known.clear()
 
-    def _count(self, incarnation: Incarnation, name: str) -> None:
+    def _sum_counts(self, incarnation: Incarnation, name: str) -> None:
         own = self._own.get(name) if name not in self._due else None
         counts = [*self._below.get(name, {}).values(), *([own] if own is not None else [])]
         ranks, last = sum(c.ranks for c in counts), max(counts, key=lambda c: c.version)
@@ -177,10 +177,10 @@ class ClosedTrainings:
         incarnation, now = self._membership.live, clock.monotonic()
         if incarnation is None:
             return
-        self._enter(incarnation)
+        self._enter_round(incarnation)
         for name in [name for name, due in self._due.items() if due < now]:
             del self._due[name]
-            self._count(incarnation, name)
+            self._sum_counts(incarnation, name)
         if incarnation.leads:
             self._release_closed(incarnation)
         for closed in self._closings.all:

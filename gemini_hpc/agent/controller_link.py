@@ -165,7 +165,7 @@ class ControllerLink:
             self._link.send(controller.EventsUp(self._identity.job, tuple(self._backlog)))
             self._backlog.clear()
 
-    def report(self, host: str, witnesses: tuple[str, ...]) -> None:
+    def report_death(self, host: str, witnesses: tuple[str, ...]) -> None:
         """Report that a peer is silent."""
         if self._link is not None:
             job, restart = self._identity.job, self._membership.restart
@@ -217,7 +217,7 @@ class ControllerLink:
             self._reported = now
             _, lost, until = self._lost
             for host in incarnation.mesh.dead.union(lost if now < until else ()):
-                self.report(host, (self._identity.node,))
+                self.report_death(host, (self._identity.node,))
 
     async def _run(self) -> None:
         tries, hosts = 0, self._identity.settings.list_controller_hosts()

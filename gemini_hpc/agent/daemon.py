@@ -408,13 +408,13 @@ class Agent:
         return local.Ready("mapped")
 
     def _begin_incarnation(self, m: local.Attach, view: View) -> Incarnation:
-        incarnation = self._enter(m, view, begun=True)
+        incarnation = self._enter_incarnation(m, view, begun=True)
         if incarnation.leads:
             incarnation.rounds.begin_round("")
-        self._spawn(self._waker.call(incarnation))
+        self._spawn(self._waker.summon_absent(incarnation))
         return incarnation
 
-    def _enter(self, m: local.Attach, view: View, *, begun: bool) -> Incarnation:
+    def _enter_incarnation(self, m: local.Attach, view: View, *, begun: bool) -> Incarnation:
         """Enter a new incarnation, or another view of it, with new links and new rounds. The copies stay.
 
         Args:
@@ -475,11 +475,11 @@ class Agent:
         except ValueError as exc:
             self._log("error", detail=f"the file `state` in {me.directory} cannot be used: {exc}")
             return
-        incarnation = self._enter(m, view, begun=False)
+        incarnation = self._enter_incarnation(m, view, begun=False)
         self._log("restarted", detail="waiting for the training processes to hand their memory back")
         self.member.succeed(incarnation, state)
         if not state.live:
-            self._spawn(self._waker.call(incarnation))
+            self._spawn(self._waker.summon_absent(incarnation))
 
     def _leave_job(self) -> None:
         """Detach and end the ranks here: the job goes on without this node."""
@@ -560,7 +560,7 @@ class Agent:
         if not known:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
         self.rescue.on_death()
-        self.controller_link.report(host, witnesses)
+        self.controller_link.report_death(host, witnesses)
         self.spares.on_death()
 
     def on_nodes_lost(self, hosts: tuple[str, ...]) -> None:

@@ -51,7 +51,7 @@ class GoodEnd:
         if not well or self._doubted:
             return False
         self._saver.succeeded = True
-        return self._free()
+        return self._free_memory()
 
     def check_doubt(self) -> None:
         """Free all memory once a doubt is over. Called a few times a second while the job does not run here."""
@@ -63,13 +63,13 @@ class GoodEnd:
             self._doubted = False  # a node that counts as dead was missed when the job ended, whatever follows
         elif not self._misses_peer():
             self._doubted = False
-            self._free()
+            self._free_memory()
 
     def _misses_peer(self) -> bool:
         incarnation = self._membership.incarnation
         return incarnation is not None and bool(incarnation.mesh.dead or incarnation.mesh.list_silent())
 
-    def _free(self) -> bool:
+    def _free_memory(self) -> bool:
         """Free all memory and return whether this was possible.
 
         Versions to keep by name must first reach the tier.

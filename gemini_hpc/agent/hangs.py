@@ -84,7 +84,7 @@ class Hangs:
             return
         stopped = now - self._looked_at > _STOPPED_S
         self._looked_at = now
-        self._enter(incarnation)
+        self._enter_round(incarnation)
         for training in self._trainings:
             if training.ranks.read_pages(now, stopped=stopped):
                 training.hung = ""
@@ -103,7 +103,7 @@ class Hangs:
                 incarnation.send(incarnation.rounds.parent, peer.StandingUp(self._round[1], name, standing))
             (self._loud.add if quiet else self._loud.discard)(name)
 
-    def _enter(self, incarnation: Incarnation) -> None:
+    def _enter_round(self, incarnation: Incarnation) -> None:
         """Enter a new round: reports from before no longer count."""
         at = incarnation.restart, incarnation.rounds.round
         if at == self._round:
@@ -138,7 +138,7 @@ class Hangs:
         if isinstance(m, peer.HungDown) and host == rounds.parent:
             self._on_hang(incarnation, m.training, m.standing)
         elif isinstance(m, peer.StandingUp) and host in rounds.children:
-            self._enter(incarnation)
+            self._enter_round(incarnation)
             if len(self._below) < _MOST_BELOW:
                 self._below[m.training, host] = self._now(), m.standing
 

@@ -109,7 +109,7 @@ class Launches:
                 return local.StepEnd(step, known.last)
         return None
 
-    def watches(self, launch: str) -> bool:
+    def has_launchers(self, launch: str) -> bool:
         """Return whether launchers have started the ranks of this launch here."""
         return launch in self._watched or launch.rpartition("+")[0] in self._watched
 

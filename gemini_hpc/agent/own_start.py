@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _report_node(args.node, *_attach(args, process))
         code = _wait(reader, process)
-        _end(args, process, code)
+        _end_agent(args, process, code)
     except (StartError, ask_agent.ListenerError) as exc:
         _report_node(args.node, FAILED, f"{exc}{_read_last_line(args.directory)}")
         return 1
@@ -188,7 +188,7 @@ def _wait(signals: int, process: int) -> str:
             raise StartError("the agent has ended")
 
 
-def _end(args: argparse.Namespace, process: int, code: str) -> None:
+def _end_agent(args: argparse.Namespace, process: int, code: str) -> None:
     """Tell the agent that the job has ended here, and wait until it has ended, too."""
     message = local.Epilog(job=args.job, restart=args.restart, exit_code=code)
     deadline = clock.monotonic() + GRACE_S

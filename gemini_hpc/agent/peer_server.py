@@ -80,12 +80,14 @@ class PeerServer:
         ports = list_candidates(me.settings, me.job)
         for port in ports:
             try:
-                return await asyncio.start_server(self._call, me.address or "0.0.0.0", port, backlog=256), port
+                return await asyncio.start_server(
+                    self._on_connection, me.address or "0.0.0.0", port, backlog=256
+                ), port
             except OSError as exc:
                 failure = exc
         raise SystemExit(f"gemini-hpc: no port of {ports} is free: {failure}")
 
-    async def _call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = (writer.get_extra_info("peername") or ("somewhere",))[0]
         ticket = self._lobby.enter(address, writer.transport.abort)
         try:
@@ -149,7 +151,7 @@ class PeerServer:
         elif purpose == "link" and incarnation is not None:
             await incarnation.mesh.serve(link.session.peer_host, link)
         elif purpose == "pull":
-            await pull_source.serve(link, self._store.pool, self._find)
+            await pull_source.serve(link, self._store.pool, self._find_copy)
         elif purpose == "push":
             await self._incoming.serve(link)
         elif purpose == "wake":
@@ -173,7 +175,7 @@ class PeerServer:
                 if isinstance(message, inspect_schema.InspectAsk):
                     await link.flush(self._view.build_part(message.request, message.record))
 
-    def _find(self, ask: peer.PullAsk) -> tuple[Copy, Any] | bool:
+    def _find_copy(self, ask: peer.PullAsk) -> tuple[Copy, Any] | bool:
         find = self._store.find_parity if ask.parity else self._store.find
         found = find(ask.training, ask.rank, ask.stamp)
         if found is None:

@@ -52,5 +52,5 @@ class PlainEnds:
             self._report_end(step, end)
 
     def _report_end(self, step: str, end: End) -> None:
-        if not self._launches.watches(step):
+        if not self._launches.has_launchers(step):
             self._launches.record_end(step, end)

@@ -178,7 +178,7 @@ class RecoveryMember:
         """Return the tier that the program has chosen."""
         return self._tier.chosen
 
-    def choose(self, tier: Tier) -> bool:
+    def choose_tier(self, tier: Tier) -> bool:
         """Take the tier that a program has chosen. Return whether this changes anything."""
         heeded = self._tier.accepts(tier)
         if heeded:
@@ -218,7 +218,7 @@ class RecoveryMember:
         if state is not None:
             self._write_state(msgspec.structs.replace(state, begun=number, step=step))
 
-    def apply(self, plan: peer.PlanDown) -> None:
+    def apply_plan(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, store this on disk, and begin to pull."""
         keep = {s.name: tuple(stamp for stamp in s.keep) for s in plan.trainings}
         for shard in self._store.list_all():
@@ -226,7 +226,7 @@ class RecoveryMember:
             shard.registered_round = shard.resumed_round = shard.rescued_round = 0
             shard.pair.empty_except(*keep.get(shard.training, ()))
         here = self._membership
-        self._adopt(self._require_incarnation(), plan)
+        self._adopt_plan(self._require_incarnation(), plan)
         mine, n = here.noderanks.get(self._identity.node), here.nodes
         for shard in (*self._store.shards.values(), *self._store.parities.values()):
             if mine in here.redundancy.list_holders(shard.home % n):
@@ -240,7 +240,7 @@ class RecoveryMember:
         assert incarnation is not None  # the incarnation's rounds are the caller
         return incarnation
 
-    def _adopt(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
+    def _adopt_plan(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
         node, here = self._identity.node, self._membership
         self._tier.chosen, here.doubt, here.stop = plan.tier, plan.doubt, plan.stop
         here.takeover = plan.takeover or here.takeover
@@ -319,7 +319,7 @@ class RecoveryMember:
         """
         plan, rounds = state.plan, incarnation.rounds
         if plan is not None:
-            self._adopt(incarnation, plan)
+            self._adopt_plan(incarnation, plan)
             self._trainings.recall(Within(incarnation.restart, plan.round, plan.epoch))
         rounds.resume(plan, live=state.live, begun=state.begun, step=state.step)
         if plan is not None and state.live and rounds.stage == "live":

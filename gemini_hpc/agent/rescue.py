@@ -193,7 +193,7 @@ class Rescue:
         """Hold a training's ranks on this node, copy lost shards, complete the ranks' own, and let them go on."""
         channels = list(self._channels.get(name, {}).values())
         try:
-            standing = await self._stand_still(channels)
+            standing = await self._stop_ranks(channels)
             epoch, version = self._membership.epoch, max(standing.values(), default=0)
             if not version:
                 self._log("unrescued", detail="no rank of this node stands still: its state is being changed")
@@ -214,7 +214,7 @@ class Rescue:
             for channel in channels:
                 await asyncio.to_thread(channel.send_message, local.GoOn())
 
-    async def _stand_still(self, channels: list[RescueChannel]) -> dict[RescueChannel, int]:
+    async def _stop_ranks(self, channels: list[RescueChannel]) -> dict[RescueChannel, int]:
         """Return the versions at which the ranks stand still. Ranks that cannot stop are left out."""
         deadline, found = clock.monotonic() + _STILL_S, dict[RescueChannel, int]()
         while True:
@@ -256,7 +256,7 @@ class Rescue:
             why = "its small state of that version has not come here" if kept is None else ""
             for channel in channels if kept is not None else ():
                 assert kept is not None
-                why = await self._copy(channel, kept, what)
+                why = await self._copy_shard(channel, kept, what)
                 if not why:
                     break
             if why:
@@ -286,7 +286,7 @@ class Rescue:
         else:
             self._filling.empty_slot(shard, index)
 
-    async def _copy(self, channel: RescueChannel, kept: KeptOutline, what: str) -> str:
+    async def _copy_shard(self, channel: RescueChannel, kept: KeptOutline, what: str) -> str:
         """Copy a shard out of a rank's tensors. Return the reason of a failure, or ""."""
         o = kept.outline
         try:

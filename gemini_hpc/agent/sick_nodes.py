@@ -65,7 +65,7 @@ class SickNodes:
         """
         incarnation = self._membership.incarnation
         if incarnation is not None:
-            self._pass(incarnation, peer.RankEnded(step, max(attempt, 0), self._node, rank, cause, version))
+            self._pass_end(incarnation, peer.RankEnded(step, max(attempt, 0), self._node, rank, cause, version))
 
     def report_unhealthy(self, rank: int, why: str) -> None:
         """Report that the site's health check of this node has failed, after a rank's failure."""
@@ -73,7 +73,7 @@ class SickNodes:
         self._is_red = True
         if incarnation is not None:
             self._log("unhealthy", detail=why)
-            self._pass_red(incarnation, peer.Unhealthy(self._node, rank, why))
+            self._pass_unhealthy(incarnation, peer.Unhealthy(self._node, rank, why))
 
     def record_hang(self, incarnation: Incarnation, standing: HangStanding) -> None:
         """Count, at the root, a rank that keeps the others waiting.
@@ -84,7 +84,7 @@ class SickNodes:
         if least.reached != standing.most.reached or not least.runs:
             step = f"hang in {incarnation.rounds.step}"[:_STEP_CHARS]
             m = peer.RankEnded(step, incarnation.rounds.round, least.host, least.rank, Cause.HUNG, least.version)
-            self._pass(incarnation, m)
+            self._pass_end(incarnation, m)
 
     def on_message(
         self, incarnation: Incarnation, host: str, m: peer.RankEnded | peer.FailedFirst | peer.Unhealthy
@@ -93,13 +93,13 @@ class SickNodes:
         if m.host not in incarnation.hosts:
             return
         if isinstance(m, peer.RankEnded) and host in incarnation.rounds.children:
-            self._pass(incarnation, m)
+            self._pass_end(incarnation, m)
         elif isinstance(m, peer.Unhealthy) and host in incarnation.rounds.children:
-            self._pass_red(incarnation, m)
+            self._pass_unhealthy(incarnation, m)
         elif isinstance(m, peer.FailedFirst) and host == incarnation.rounds.parent:
-            self._count(incarnation, m)
+            self._count_blame(incarnation, m)
 
-    def _pass(self, incarnation: Incarnation, m: peer.RankEnded) -> None:
+    def _pass_end(self, incarnation: Incarnation, m: peer.RankEnded) -> None:
         if not incarnation.leads:
             if incarnation.rounds.parent is not None:
                 incarnation.send(incarnation.rounds.parent, m)
@@ -111,7 +111,7 @@ class SickNodes:
             self._spawn(self._judge(incarnation, key))
         self._open[key] = self._open.get(key, Ends()).join([RankFailure(m.cause, m.host, m.rank, m.version)])
 
-    def _pass_red(self, incarnation: Incarnation, m: peer.Unhealthy) -> None:
+    def _pass_unhealthy(self, incarnation: Incarnation, m: peer.Unhealthy) -> None:
         if incarnation.leads:
             self._found(m.host, f"health check on {m.host}: {m.why}"[:300])
         elif incarnation.rounds.parent is not None:
@@ -127,9 +127,11 @@ class SickNodes:
             del self._judged[next(iter(self._judged))]
         now = self._membership.incarnation
         if first is not None and now is not None and now.restart == incarnation.restart and first.host in now.hosts:
-            self._count(now, peer.FailedFirst(key[1], key[2], first.host, first.rank, first.cause, first.version))
+            self._count_blame(
+                now, peer.FailedFirst(key[1], key[2], first.host, first.rank, first.cause, first.version)
+            )
 
-    def _count(self, incarnation: Incarnation, m: peer.FailedFirst) -> None:
+    def _count_blame(self, incarnation: Incarnation, m: peer.FailedFirst) -> None:
         incarnation.send_down(m)
         blame = Blame(m.rank, m.cause, m.version)
         if not self._tally.record_blame(m.host, (incarnation.restart, m.step, m.attempt), blame):

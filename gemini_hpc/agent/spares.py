@@ -101,8 +101,8 @@ class Spares:
         while self._membership.incarnation is incarnation and clock.monotonic() < deadline:
             mesh = incarnation.mesh
             if (
-                self._view_without(mesh.dead) is None
-                or self._view_without(mesh.dead | mesh.list_silent()) is not None
+                self._build_view_without(mesh.dead) is None
+                or self._build_view_without(mesh.dead | mesh.list_silent()) is not None
             ):
                 return
             await asyncio.sleep(_TOGETHER_S)
@@ -138,14 +138,14 @@ class Spares:
         await self._first()
         self._leave_nodes(lost, "gone")
 
-    def _view_without(self, nodes: Iterable[str]) -> View | None:
+    def _build_view_without(self, nodes: Iterable[str]) -> View | None:
         here = self._membership
         if here.detached or here.incarnation is None:
             return None
         return here.incarnation.view.exclude(nodes, here.nodes)
 
     def _leave_nodes(self, nodes: Iterable[str], why: str) -> None:
-        incarnation, view = self._membership.incarnation, self._view_without(nodes)
+        incarnation, view = self._membership.incarnation, self._build_view_without(nodes)
         if incarnation is None or view is None or self._node in view.lost:
             return
         gone = sorted(view.lost - incarnation.view.lost)
@@ -188,7 +188,7 @@ class Spares:
         wanted = set(hosts).intersection(here.hosts)
         if not wanted:
             return "" if set(hosts) <= set(here.lost) else f"the job does not run on {', '.join(hosts)[:200]}"
-        if self._view_without(wanted | self._moving) is None:
+        if self._build_view_without(wanted | self._moving) is None:
             return "the job has no spare to go on with, or its batch script runs there"
         return ""
 

@@ -37,7 +37,7 @@ class Wake:
         self._identity, self._membership, self._attach = context.identity, context.membership, attach
         self._log, self._spawn = context.events, context.spawn
 
-    async def call(self, incarnation: Incarnation) -> None:
+    async def summon_absent(self, incarnation: Incarnation) -> None:
         """Summon absent partners until all agents agree or this incarnation is over."""
         while True:
             with suppress(TimeoutError):
@@ -109,9 +109,9 @@ class Wake:
                 message.key,
                 message.cluster,
             )
-            self._spawn(self._enter(attach))
+            self._spawn(self._enter_incarnation(attach))
 
-    async def _enter(self, attach: local.Attach) -> None:
+    async def _enter_incarnation(self, attach: local.Attach) -> None:
         reply = await self._attach(attach)
         if isinstance(reply, local.Error):
             self._log.log_rate_limited(f"cannot follow a summons: {reply.error}")

@@ -32,7 +32,7 @@ class Host:
         self.known: tuple[Rejection, ...] = ()
         self.tier, self.sees, self.looks, self.unbroken, self.doubt = True, False, list[bool](), True, False
 
-    def choose(self, tier: Tier) -> bool:
+    def choose_tier(self, tier: Tier) -> bool:
         heeded = bool(tier.directory) and not self.tier
         if heeded:
             self.tier, self.chosen = True, tier
@@ -84,7 +84,7 @@ class Host:
     def store_round_begin(self, number: int, step: str) -> None:
         pass
 
-    def apply(self, plan: peer.PlanDown) -> None:
+    def apply_plan(self, plan: peer.PlanDown) -> None:
         self.doubt = plan.doubt
 
     def admit_ranks(self, plan: peer.PlanDown) -> None:

@@ -228,10 +228,10 @@ def test_a_rank_without_a_launcher_is_told_of_to_all() -> None:
         net.agents["n2"].record_end("7.0", one)
         net.carry()
         assert [agent.last for agent in net.agents.values()] == [local.StepEnd("7.0", one)] * 3
-        assert not net.agents["n2"].watches("7.0") and not net.agents["n2"].record_hang("7.0", 1, "rank 1")
+        assert not net.agents["n2"].has_launchers("7.0") and not net.agents["n2"].record_hang("7.0", 1, "rank 1")
         net.agents["n1"].record_loss(["n9"])
         await net.state("n2")
-        assert net.agents["n2"].watches("7.0+3") and not net.agents["n2"].watches("7.1")
+        assert net.agents["n2"].has_launchers("7.0+3") and not net.agents["n2"].has_launchers("7.1")
         assert (await net.state("n1")).attempt == 0 and net.events == []
 
     asyncio.run(play())

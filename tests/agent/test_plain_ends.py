@@ -19,7 +19,7 @@ class Launches:
     def __init__(self) -> None:
         self.told: list[tuple[str, End]] = []
 
-    def watches(self, launch: str) -> bool:
+    def has_launchers(self, launch: str) -> bool:
         return launch.startswith("8.")
 
     def record_end(self, step: str, end: End) -> None:

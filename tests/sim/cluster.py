@@ -210,11 +210,11 @@ class SimulatedMember(RecoveryMember):
     async def gather_outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         return ()
 
-    def apply(self, plan: peer.PlanDown) -> None:
+    def apply_plan(self, plan: peer.PlanDown) -> None:
         keep = {(s.name, stamp) for s in plan.trainings for stamp in s.keep}
         held = self.node.store.held
         held[:] = [c for c in held if (c.training, c.stamp) in keep]
-        super().apply(plan)
+        super().apply_plan(plan)
         self.node.cluster.took(self.node, plan)
 
     def admit_ranks(self, plan: peer.PlanDown) -> None:

@@ -392,7 +392,7 @@ def _rounds(truth: Truth) -> None:
     _around(RecoveryRounds, "resume", resume)
     _around(RecoveryRounds, "_begin_live", go)
     _around(RecoveryRounds, "_decide", decide)
-    _around(RecoveryMember, "apply", apply)
+    _around(RecoveryMember, "apply_plan", apply)
     _around(RecoveryMember, "admit_ranks", live)
     _around(RecoveryMember, "freeze", freeze)
     _around(RecoveryMember, "send", send)

@@ -276,7 +276,7 @@ class Mesh:
         try:
             mine, *theirs = await asyncio.gather(
                 self._can_reach(probe.host, probe.direct_s),
-                *(self._ask(other, probe.host, probe.indirect_s) for other in probe.witnesses),
+                *(self._ask_witness(other, probe.host, probe.indirect_s) for other in probe.witnesses),
             )
             self._carry_out(self.detector.judge(probe, mine is True, theirs, clock.monotonic()))
         finally:
@@ -340,7 +340,7 @@ class Mesh:
         answers = await asyncio.gather(*(self._can_reach(name, timeout_s) for name in names))
         return tuple(name for name, answer in zip(names, answers, strict=True) if not answer)
 
-    async def _ask(self, other: str, name: str, timeout_s: float) -> bool | None:
+    async def _ask_witness(self, other: str, name: str, timeout_s: float) -> bool | None:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._probes[other, name] = future
         try:

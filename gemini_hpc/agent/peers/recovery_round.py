@@ -12,7 +12,7 @@ same allocation. Every message names its round. A parent reports the state of th
 comes back.
 
 An agent may die at any point, and any message may be lost with a link or an agent. Hence four rules hold. The promise
-of a message is on disk before it is sent (`Host.store_round_begin`, `apply`, `admit_ranks`, `store_launch`). A
+of a message is on disk before it is sent (`Host.store_round_begin`, `apply_plan`, `admit_ranks`, `store_launch`). A
 missing answer is requested again (`tick`). Every message may arrive twice. Two agents whose rounds do not fit report
 so until the coordinator begins a new round. The module reads no clock.
 """
@@ -105,7 +105,7 @@ class Host(Protocol):
     def chosen(self) -> Tier:
         """Return the tier that the program has chosen."""
 
-    def choose(self, tier: Tier) -> bool:
+    def choose_tier(self, tier: Tier) -> bool:
         """Take the tier that a program has chosen. Return whether this changes anything."""
 
     async def find_stored(
@@ -131,7 +131,7 @@ class Host(Protocol):
     def store_round_begin(self, number: int, step: str) -> None:
         """Store on disk that the coordinator has used this round number."""
 
-    def apply(self, plan: peer.PlanDown) -> None:
+    def apply_plan(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, and store this on disk."""
 
     def admit_ranks(self, plan: peer.PlanDown) -> None:
@@ -295,10 +295,10 @@ class RecoveryRounds:
             for child in self.children:
                 if child not in self._acks:
                     heard &= self._host.send(child, self.plan)
-        self._answer()
+        self._answer_parent()
         return heard
 
-    def _answer(self) -> None:
+    def _answer_parent(self) -> None:
         """Send the parent the answer that it may have missed."""
         if self.parent is None:
             return
@@ -324,21 +324,21 @@ class RecoveryRounds:
 
     def begin_round(self, step: str) -> None:
         """Start the next round. Coordinator only."""
-        self._enter(self.round + 1, step)
+        self._enter_round(self.round + 1, step)
 
     def request_round(self, after_round: int, step: str, again: bool, tier: Tier = _NO_TIER) -> None:
         """Request a round after `after_round` for a launch, or `after_round` itself if it serves no launch yet."""
         if self.parent is not None:
             self._host.send(self.parent, peer.NeedRound(after_round, step, again, tier))
         elif self.stage == "live" and after_round == self.round:
-            if self._host.choose(tier) or self.unseen:
+            if self._host.choose_tier(tier) or self.unseen:
                 self.begin_round(step)
             elif not self.step:
-                self._bind(step)
+                self._bind_launch(step)
             elif again or self.step != step:
                 self.begin_round(step)
 
-    def _bind(self, step: str) -> None:
+    def _bind_launch(self, step: str) -> None:
         """Bind the live round to this launch and report the launch to all agents.
 
         The first launch after an attach needs no round of its own.
@@ -350,7 +350,7 @@ class RecoveryRounds:
         for child in self.children:
             self._host.send(child, peer.Go(self.round, step))
 
-    def _enter(self, number: int, step: str) -> None:
+    def _enter_round(self, number: int, step: str) -> None:
         self.round, self.step, self.plan = number, step, None
         self._records.clear()
         self._acks.clear()
@@ -376,7 +376,7 @@ class RecoveryRounds:
         if name in self.children:
             self._send_state(name)
         elif name == self.parent and self.stage != "idle":
-            self._answer()
+            self._answer_parent()
 
     def on_message(self, name: str, message: protocol.AnyMessage) -> bool:
         """Handle a message of the rounds. Return whether the message was one."""
@@ -394,7 +394,7 @@ class RecoveryRounds:
         same = message.round == self.round
         if isinstance(message, peer.Collect):
             if message.round > self.round:
-                self._enter(message.round, message.step)
+                self._enter_round(message.round, message.step)
             elif same and self.stage == "collect":
                 self._misfit = None
                 self._finish_collecting()
@@ -416,7 +416,7 @@ class RecoveryRounds:
             if self.stage == "planned":
                 self._begin_live()
             if self.stage == "live" and message.step and not self.step:
-                self._bind(message.step)
+                self._bind_launch(message.step)
             elif self.stage == "live" and message.step and message.step != self.step:
                 self._report_misfit(message.round)
 
@@ -448,7 +448,7 @@ class RecoveryRounds:
     def _report_misfit(self, at: int) -> None:
         """Report that the parent's round does not fit. The report is repeated until a round fits."""
         self._misfit = at
-        self._answer()
+        self._answer_parent()
 
     def _restart(self, at: int, theirs: int) -> None:
         if self.parent is not None:
@@ -478,9 +478,11 @@ class RecoveryRounds:
             self._adopt_plan(plan)
         elif not self._searching:
             self._searching = True
-            self._spawn(self._search(self.round, records, plan))
+            self._spawn(self._search_outside(self.round, records, plan))
 
-    async def _search(self, number: int, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> None:
+    async def _search_outside(
+        self, number: int, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown
+    ) -> None:
         """Search outside this incarnation's nodes, which cannot serve or have only older versions.
 
         Older means older than the last seal. In the first round of a restart, ask agents on the nodes that the job
@@ -554,7 +556,7 @@ class RecoveryRounds:
 
     def _adopt_plan(self, plan: peer.PlanDown) -> None:
         self.plan, self.step = plan, plan.step
-        self._host.apply(plan)
+        self._host.apply_plan(plan)
         self._enter_stage("planned")
         for child in self.children:
             self._host.send(child, plan)

@@ -71,7 +71,7 @@ class Trainings:
             incarnation = self._membership.live
             if incarnation is not None:
                 training.apply_plan(None, incarnation.rounds.round)
-                self._open(incarnation, training)
+                self._open_voting(incarnation, training)
         return training
 
     # ---- incarnations ----------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Trainings:
     def open(self, incarnation: Incarnation) -> None:
         """Open voting in every training, after all agents agree on the plan."""
         for training in self:
-            self._open(incarnation, training)
+            self._open_voting(incarnation, training)
 
     def close(self) -> None:
         """Free all trainings."""
@@ -130,7 +130,7 @@ class Trainings:
 
     # ---- seals -----------------------------------------------------------------------------------------
 
-    def _open(self, incarnation: Incarnation, training: Training) -> None:
+    def _open_voting(self, incarnation: Incarnation, training: Training) -> None:
         rounds = incarnation.rounds
         number, name, above = rounds.round, training.name, rounds.parent
         up: Callable[..., None] | None = None
@@ -177,7 +177,7 @@ class Trainings:
             self._notes.note(training.name, within, word.sealed)
             training.noted = word.sealed
         incarnation.send_down(_build_decision(number, training.name, word, degraded))
-        self._show(training)
+        self._show_state(training)
         if word.abandoned:
             training.page.set_abandoned(*max(word.abandoned))
         if word.why and word.void is not None:
@@ -239,7 +239,7 @@ class Trainings:
             training.page.set_beat_ns(clock.monotonic_ns())
             if training.sealing is not None and not self._membership.detached:
                 training.sealing.record_missing(missing)
-                self._show(training)
+                self._show_state(training)
 
     def show_dead(self) -> None:
         """Show the number of dead nodes on every control page."""
@@ -257,7 +257,7 @@ class Trainings:
         for training in self:
             training.page.set_held(epoch)
 
-    def _show(self, training: Training) -> None:
+    def _show_state(self, training: Training) -> None:
         """Show on the control page whether a seal is possible. Trainers wait for one only then."""
         sealing, incarnation = training.sealing, self._membership.live
         if sealing is None or incarnation is None:
