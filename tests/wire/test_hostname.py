@@ -30,7 +30,7 @@ def test_a_name_without_an_address_is_an_error() -> None:
 DIAL = """
 import asyncio, socket
 from gemini_hpc.controller.fencing import Port
-from gemini_hpc.controller.probe import probe
+from gemini_hpc.controller.probe import probe_port
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import connect
 
@@ -42,7 +42,7 @@ async def main():
         writer.close()
     server = await asyncio.start_server(served, "127.0.0.23")
     port = server.sockets[0].getsockname()[1]
-    assert await probe("0123", port) is Port.ANSWERS
+    assert await probe_port("0123", port) is Port.ANSWERS
     names = {"cluster": "c", "source": "a", "target": "0123", "instance": "x"}
     client = HandshakeClient(purpose="peer", job=1, restart=0, server_uid=0, **names)
     try:
