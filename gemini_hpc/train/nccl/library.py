@@ -99,7 +99,7 @@ class Library:
         """Load NCCL from the first of `paths` (None: `list_candidates`) that can be loaded.
 
         Raises:
-            Unavailable: If none can be loaded, or the version is too old.
+            NcclUnavailable: If none can be loaded, or the version is too old.
         """
         reasons = []
         self._dll: ctypes.CDLL | None = None

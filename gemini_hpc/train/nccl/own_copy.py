@@ -101,7 +101,7 @@ class OwnSlot:
         self.filled: Event | None = None
 
     def put(self, stream: Stream, into: torch.Tensor, offset: int) -> None:
-        """Enqueue a copy into a device buffer, see `exchange.Source`.
+        """Enqueue a copy into a device buffer, see `exchange.Save`.
 
         Raises:
             Broken: If called before the gate.
