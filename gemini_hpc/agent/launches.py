@@ -12,6 +12,7 @@ from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.core.attempts import End, Known
 from gemini_hpc.core.culprits import Cause
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.ports import compute_master_port
 
@@ -170,13 +171,14 @@ class Launches:
         Return whether launchers started the step here.
         """
         step, mark, attempt = launch.rpartition("+")
-        if not mark or not (attempt.isascii() and attempt.isdigit()):
-            step, attempt = launch, "0"
+        number = parse_number(attempt, -1) if mark else -1
+        if number < 0:
+            step, number = launch, 0
         incarnation, known = self._membership.incarnation, self._steps.get(step)
         if incarnation is None or known is None or step not in self._watched:
             return False
         end = End(f"hung: {self._node}: {what}"[:_REASON], Cause.HUNG, rank, host=self._node, t=clock.time())
-        self._learn(incarnation, step, known.add_failure(int(attempt), end), "")
+        self._learn(incarnation, step, known.add_failure(number, end), "")
         return True
 
     # ---- peers -----------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from gemini_hpc.core.numbers import parse_number
+
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -20,7 +22,7 @@ def _parse_amount(text: str, unit: str, scale: float = 1.0) -> float:
     except (ValueError, KeyError):
         value = 0.0
     if not 0 < value < 1e30:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount above 0, such as 400G{unit}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no amount above 0, such as 400G{unit}")
     return value
 
 
@@ -35,13 +37,13 @@ def parse_rate(text: str) -> float:
     A bare number is refused: users who write 100 mean Gbps.
     """
     if not text.strip()[-1:].isalpha():
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit: give one, such as 100Gbps")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} has no unit: give one, such as 100Gbps")
     return _parse_amount(text, "bps", 1 / 8)
 
 
 def parse_span(text: str) -> float:
     """Parse a time span with its unit, such as 90m, 8h or 3d; return seconds."""
-    seconds = _SPANS.get(text[-1:], 0) * (int(text[:-1]) if text[:-1].isascii() and text[:-1].isdecimal() else 0)
+    seconds = _SPANS.get(text[-1:], 0) * parse_number(text[:-1])
     if not 0 < seconds < 1e10:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is no time span, such as 90m, 8h or 3d")
     return float(seconds)
@@ -51,11 +53,14 @@ def build_count_parser(least: int, most: int) -> Callable[[str], int]:
     """Return a parser for whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
-        if not text.isascii() or not text.isdecimal() or not least <= int(text[:12]) <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
-        return int(text)
+        if not least <= (count := parse_number(text, -1)) <= most:
+            raise argparse.ArgumentTypeError(f"wanted a whole number from {least} to {most}, found {text[:40]!r}")
+        return count
 
     return parse
+
+
+parse_count = build_count_parser(0, 9_999_999_999)
 
 
 def build_number_parser(least: float, most: float) -> Callable[[str], float]:
@@ -67,7 +72,7 @@ def build_number_parser(least: float, most: float) -> Callable[[str], float]:
         except ValueError:
             value = -1.0
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(f"wanted a number from {least:g} to {most:,.10g}, found {text[:40]!r}")
         return value
 
     return parse

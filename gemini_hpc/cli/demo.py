@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
+from gemini_hpc.cli.amounts import parse_count
 
 if TYPE_CHECKING:
     from gemini_hpc.devcluster.cluster import Cluster
@@ -47,12 +48,12 @@ def register(verbs: frame.Verbs) -> None:
         epilog="Exit status: 0 if both runs agree and no more than one iteration was repeated, else 1.",
     )
     parser.add_argument("--name", default="demo", help="name of the cluster (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="training iterations (default: %(default)s)")
+    parser.add_argument("--steps", type=parse_count, default=60, help="training iterations (default: %(default)s)")
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp", help="how the model is distributed")
     parser.add_argument(
         "--victim", choices=("worker", "batch-host"), default="worker", help="which node loses its power"
     )
-    parser.add_argument("--cuts", type=int, default=1, help="number of cuts, one after the other (default: 1)")
+    parser.add_argument("--cuts", type=parse_count, default=1, help="cuts, one after the other (default: 1)")
     parser.add_argument("--profile", default="fast", help="of the development cluster (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.cli import frame
+from gemini_hpc.cli.amounts import build_number_parser, parse_count
 from gemini_hpc.devcluster import cgroups, chaos, profiles, requirements, status, teardown
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.devcluster.errors import DevclusterError
@@ -37,6 +40,8 @@ example:
   gemini-hpc devcluster run -- squeue
   gemini-hpc devcluster down
 """
+
+_parse_seconds = build_number_parser(0.001, 1e9)
 
 
 class _VerbParser(argparse.ArgumentParser):
@@ -92,7 +97,7 @@ def _add_verb(
     verbs: _Subparsers, verb: str, sentence: str, action: Callable[[Any], int], **more: Any
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(verb, help=sentence, description=f"{sentence}.", **more)
-    parser.set_defaults(func=_report_errors(action))
+    parser.set_defaults(func=partial(_run_verb, action))
     if verb != "list":
         parser.add_argument("--name", default="dev", help="which cluster (default: dev)")
     return parser
@@ -100,12 +105,12 @@ def _add_verb(
 
 def _register_life(verbs: _Subparsers) -> None:
     up = _add_verb(verbs, "up", "Start a cluster and wait until all its nodes are idle", _start_cluster)
-    up.add_argument("--nodes", type=int, default=5, metavar="K", help="nodes n1..nK (default: 5)")
+    up.add_argument("--nodes", type=parse_count, default=5, metavar="K", help="nodes n1..nK (default: 5)")
     meanings = "; ".join(f"{profile.name}: {profile.sentence}" for profile in profiles.PROFILES.values())
     up.add_argument("--profile", default="fast", help=f"{meanings} (default: fast)")
-    up.add_argument("--cpus", type=int, default=4, help="CPUs per node in Slurm's configuration (default: 4)")
+    up.add_argument("--cpus", type=parse_count, default=4, help="CPUs per node in Slurm's configuration (default: 4)")
     up.add_argument(
-        "--memory-mb", type=int, default=2000, help="MiB per node in Slurm's configuration (default: 2000)"
+        "--memory-mb", type=parse_count, default=2000, help="MiB per node in Slurm's configuration (default: 2000)"
     )
     up.add_argument("--replace", action="store_true", help="take a running cluster of this name down first")
     up.add_argument("--no-site", action="store_true", help="without SPANK plugin, prolog and epilog")
@@ -198,36 +203,20 @@ def _register_chaos(verbs: _Subparsers) -> None:
     storm.add_argument(
         "--duration", type=_parse_seconds, metavar="SECONDS", help="end after so long (default: when no job is left)"
     )
-    storm.add_argument("--seed", type=int, metavar="N", help="the same moments and choices each time")
+    storm.add_argument("--seed", type=parse_count, metavar="N", help="the same moments and choices each time")
     storm.add_argument("--spare", nargs="+", default=[], metavar="NODE", help="nodes that are never cut")
     storm.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
 
 
-def _parse_seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"wanted a number of seconds above 0, found {text}")
-    return value
-
-
-def _report_errors(action: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Wrap a verb so that its errors become one line and an exit status."""
-
-    def call(args: Any) -> int:
-        try:
-            return action(args)
-        except DevclusterError as error:
-            print(f"gemini-hpc devcluster: {error}", file=sys.stderr)
-        except OSError as error:
-            print(f"gemini-hpc devcluster: {error}", file=sys.stderr)
-        except subprocess.TimeoutExpired as error:
-            print(f"gemini-hpc devcluster: no answer within {error.timeout:g} s; is it overloaded?", file=sys.stderr)
-        except KeyboardInterrupt:
-            print("gemini-hpc devcluster: interrupted", file=sys.stderr)
-            return 128 + signal.SIGINT
+def _run_verb(action: Callable[[Any], int], args: Any) -> int:
+    try:
+        return frame.run_verb("devcluster", action, (DevclusterError, OSError), args)
+    except subprocess.TimeoutExpired as error:
+        frame.print_error("devcluster", f"no answer within {error.timeout:g} s; is it overloaded?")
         return 1
-
-    return call
+    except KeyboardInterrupt:
+        frame.print_error("devcluster", "interrupted")
+        return 128 + signal.SIGINT
 
 
 def _start_cluster(args: Any) -> int:

@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli import frame
+from gemini_hpc.cli.amounts import parse_count
 from gemini_hpc.cli.frame import UserError
 from gemini_hpc.config import load_site_settings
+from gemini_hpc.core.numbers import JOB_ID
 
 if TYPE_CHECKING:
     from gemini_hpc.tier.version import VersionManifest
 
 FORMATS = ("safetensors", "dcp", "torch")
-_JOB = re.compile(r"[0-9]+(_[0-9]+)?")
 _RUST = re.compile(r"\(os error ([0-9]{1,3})\)")  # in safetensors' messages on kernel errors
 
 
@@ -48,7 +49,9 @@ def register(verbs: frame.Verbs) -> None:
     parser.add_argument(
         "--training", metavar="NAME", default="", help="where a job has several (Checkpointer(name=...))"
     )
-    parser.add_argument("--version", metavar="N", type=int, default=0, help="the version's number (default: newest)")
+    parser.add_argument(
+        "--version", metavar="N", type=parse_count, default=0, help="the version's number (default: newest)"
+    )
     parser.add_argument("--format", choices=FORMATS, required=True, help="what to write")
     parser.add_argument("-o", "--output", metavar="OUT", required=True, help="file (dcp: directory) to make")
     frame.add_config(parser)
@@ -103,7 +106,7 @@ def find_directory(what: str, tier: str, config: str) -> str:
     from gemini_hpc.tier import job_directory
 
     job, at, name = what.partition("@")
-    if not _JOB.fullmatch(job):
+    if not JOB_ID.fullmatch(job):
         return what
     number = frame.find_raw_id(job)
     where = tier or _find_site_tier(config, job)

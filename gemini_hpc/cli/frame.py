@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings
+from gemini_hpc.core.numbers import JOB_ID
 from gemini_hpc.wire.sanitize import sanitize
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _EXAMPLES = "examples:\n"
-_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")
 
 
 class UserError(Exception):
@@ -166,7 +165,7 @@ def find_raw_id(text: str) -> int:
         UserError: Slurm does not know the job, or does not answer.
         UsageError: The text is no job id.
     """
-    m = _ID.fullmatch(text)
+    m = JOB_ID.fullmatch(text)
     if m is None:
         raise UsageError(f"{text[:80]!r} is not a job id: wanted a number")
     job = int(m[1]) if m[2] is None else _find_task_raw_id(text)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame, live_view
+from gemini_hpc.cli.amounts import build_number_parser
 from gemini_hpc.config import Settings
+from gemini_hpc.durations import format_age
 from gemini_hpc.report import columns, history, traffic_text
-from gemini_hpc.report.summary import format_age, format_share, format_summary
+from gemini_hpc.report.summary import format_share, format_summary
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -41,16 +42,14 @@ def register(verbs: frame.Verbs) -> None:
     parser.add_argument("--full", action="store_true", help="list every node, shard and event of a recovery")
     frame.add_json(parser)
     parser.add_argument(
-        "--watch", metavar="S", type=_parse_seconds, nargs="?", const=1.0, help="refresh every S seconds (default 1)"
+        "--watch",
+        metavar="S",
+        type=build_number_parser(0.1, 86400),
+        nargs="?",
+        const=1.0,
+        help="refresh every S seconds (default 1)",
     )
     frame.add_config(parser)
-
-
-def _parse_seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0.1 <= float(text) <= 86400:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"wanted seconds from 0.1 to 86400, found {text[:40]!r}")
 
 
 def run(args: argparse.Namespace) -> frame.Result | int:

@@ -10,6 +10,7 @@ from gemini_hpc import clock
 from gemini_hpc.cli import frame
 from gemini_hpc.cli.amounts import parse_span
 from gemini_hpc.config import Settings, load_site_settings
+from gemini_hpc.durations import format_age
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -106,27 +107,12 @@ def _build_row(row: JobRow, d: Document | None) -> Document:
     }
 
 
-def _format_age(s: float | None) -> str:
-    if s is None:
-        return "-"
-    if s < 100:
-        return f"{s:.1f} s"
-    return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.0f} h" if s < 172800 else f"{s / 86400:.0f} d"
-
-
-def _format_time_ago(s: float) -> str:
-    """Return a time span in at most eight columns."""
-    if s < 100:
-        return f"{s:.0f} s ago"
-    return f"{s / 60:.0f} m ago" if s < 5970 else f"{s / 3600:.0f} h ago" if s < 172800 else f"{s / 86400:.0f} d ago"
-
-
 def render(d: Document) -> str:
     """Return the document as a table of at most 80 columns."""
     rows: list[tuple[str, ...]] = [HEAD]
     for j in d["jobs"]:
         # An ended job has no copies left: show how long ago it ended.
-        age = _format_time_ago(max(0.0, d["t"] - j["ended"])) if j["ended"] else _format_age(j["sealed_age_s"])
+        age = format_age(d["t"] - j["ended"] if j["ended"] else j["sealed_age_s"])
         step, nodes = str(j["sealed_version"] or "-"), str(j["nodes"] or "-")
         survives = "-" if j["survives"] is None else f"{j['survives']} node{'' if j['survives'] == 1 else 's'}"
         texts = (j["id"], j["user"], j["state"], j["slurm"], nodes, step, age, survives, str(j["recoveries"]))

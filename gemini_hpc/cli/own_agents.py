@@ -23,6 +23,7 @@ from gemini_hpc.cli import sendback
 from gemini_hpc.client.joining import SOCKET_ENV, SPARES_ENV
 from gemini_hpc.config import build_own_settings
 from gemini_hpc.core import hostlist
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.wire import keyed, own_key
 
@@ -72,7 +73,7 @@ class Allocation:
         Raises:
             OwnAgentsError: There is none, or it is of a kind that cannot have agents.
         """
-        job, nodelist = _read_number(environ, "SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST", "")
+        job, nodelist = parse_number(environ.get("SLURM_JOB_ID", "")), environ.get("SLURM_JOB_NODELIST", "")
         if not job or not nodelist:
             raise OwnAgentsError("--own-agents needs a Slurm allocation: use it in a script for sbatch, or in salloc")
         if environ.get("SLURM_HET_SIZE"):
@@ -83,7 +84,12 @@ class Allocation:
             raise OwnAgentsError(f"SLURM_JOB_NODELIST: {exc}") from None
         cluster = own_key.sanitize_cluster_name(environ.get("SLURM_CLUSTER_NAME", ""))
         return cls(
-            job, _read_number(environ, "SLURM_RESTART_COUNT"), nodelist, hosts, cluster, _read_memory_bytes(environ)
+            job,
+            parse_number(environ.get("SLURM_RESTART_COUNT", "")),
+            nodelist,
+            hosts,
+            cluster,
+            _read_memory_bytes(environ),
         )
 
     def compute_share_bytes(self) -> int:
@@ -91,15 +97,12 @@ class Allocation:
         return int(SHARE * self.memory_bytes)
 
 
-def _read_number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 11 else 0
-
-
 def _read_memory_bytes(environ: Mapping[str, str]) -> int:
     counts = [_COUNT.fullmatch(part) for part in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(",")]
     cpus = min(int(found[1]) if found else 1 for found in counts)
-    limit = _read_number(environ, "SLURM_MEM_PER_NODE") or cpus * _read_number(environ, "SLURM_MEM_PER_CPU")
+    limit = parse_number(environ.get("SLURM_MEM_PER_NODE", "")) or cpus * parse_number(
+        environ.get("SLURM_MEM_PER_CPU", "")
+    )
     return limit << 20 or int(read_meminfo()["MemTotal"] * min(1.0, cpus / (os.cpu_count() or 1)))
 
 

@@ -12,6 +12,7 @@ from gemini_hpc.cli import frame
 from gemini_hpc.cli.amounts import add_storage, build_count_parser, build_number_parser, parse_rate, parse_size
 from gemini_hpc.cli.failures import add_failures, read_failure_rate
 from gemini_hpc.cli.plot import add_plot, draw_plans
+from gemini_hpc.durations import format_age, format_seconds
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -174,14 +175,6 @@ def _as_document(one: Protection) -> dict[str, Any]:
     return {**asdict(one), "tier_every_s": every_s if math.isfinite(every_s) else None}
 
 
-def format_span(s: float) -> str:
-    """Return a time span in minutes up to years."""
-    for unit, length_s in (("years", 31557600.0), ("days", 86400.0), ("h", 3600.0)):
-        if s >= 2 * length_s:
-            return f"{s / length_s:,.0f} {unit}" if s < 10_000 * length_s else f">10k {unit}"
-    return f"{s / 60:.0f} min"
-
-
 def format_plans(
     wish: RequestedProtection, plans: list[Protection], failures: FailureRate, racks: Sequence[DomainLoss] = ()
 ) -> str:
@@ -190,7 +183,7 @@ def format_plans(
     `racks` holds the failure domain results of each plan, if domains are known.
     """
     from gemini_hpc.report.columns import fold, measure_width
-    from gemini_hpc.report.traffic_text import format_seconds, format_size
+    from gemini_hpc.report.traffic_text import format_size
 
     def format_percent(share: float) -> str:
         """Return a percentage with enough digits to distinguish it from 100 %."""
@@ -204,10 +197,10 @@ def format_plans(
         return "each" if one.every == 1 else f"1 in {one.every}"
 
     def format_mean_time(one: Protection) -> str:
-        return format_span(86400 / one.unserved_per_day) if one.unserved_per_day else "never"
+        return format_age(86400 / one.unserved_per_day) if one.unserved_per_day else "never"
 
     def format_tier_interval(one: Protection) -> str:
-        return format_span(one.tier_every_s) if math.isfinite(one.tier_every_s) else "at the end"
+        return format_age(one.tier_every_s) if math.isfinite(one.tier_every_s) else "at the end"
 
     t = wish.training
     rows = [

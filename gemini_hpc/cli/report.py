@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
+from gemini_hpc.cli.amounts import build_count_parser
 from gemini_hpc.cli.frame import UserError
 from gemini_hpc.config import Settings
-from gemini_hpc.core.numbers import TRAINING_NAME
+from gemini_hpc.core.numbers import MAX_RANKS, TRAINING_NAME
 
 if TYPE_CHECKING:
     from gemini_hpc.report.report_data import Shown
@@ -40,19 +40,16 @@ def register(verbs: frame.Verbs) -> None:
         help="prefix of the file names, or an existing directory (default: gemini-JOBID)",
     )
     parser.add_argument(
-        "--rank", metavar="R", type=_parse_rank, help="draw this rank (default: the largest overhead)"
+        "--rank",
+        metavar="R",
+        type=build_count_parser(0, MAX_RANKS),
+        help="draw this rank (default: the largest overhead)",
     )
     parser.add_argument(
         "--training", metavar="NAME", dest="name", help="draw this training only (default: all, 16 at most)"
     )
     frame.add_json(parser, "print what would be drawn (schema 1), and draw nothing")
     frame.add_config(parser)
-
-
-def _parse_rank(text: str) -> int:
-    if re.fullmatch(r"[0-9]{1,7}", text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"wanted a rank, found {text[:40]!r}")
 
 
 def run(args: argparse.Namespace) -> frame.Result:

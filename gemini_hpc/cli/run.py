@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from gemini_hpc import clock, lines
 from gemini_hpc.cli import frame, sendback
+from gemini_hpc.cli.amounts import build_count_parser
 from gemini_hpc.client.agent_connection import ask_verdict
 from gemini_hpc.client.joining import RESTARTS_ENV, TRY_AGAIN_EXIT
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.attempts import NOTHING
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.launch.signals import HEEDED_S, SENT, is_heeded
 from gemini_hpc.wire.local import StepEnd
 
@@ -52,7 +54,7 @@ def register(verbs: frame.Verbs) -> None:
     )
     parser.add_argument(
         "--max-restarts",
-        type=_parse_count,
+        type=build_count_parser(0, 1000),
         default=3,
         metavar="N",
         help="repeat at most N times; the count starts again with each newer sealed version (default 3)",
@@ -64,30 +66,18 @@ def register(verbs: frame.Verbs) -> None:
     )
     parser.add_argument(
         "--replicas",
-        type=_parse_replicas,
+        type=build_count_parser(1, REPLICAS_MAX),
         metavar="R",
         help="with --own-agents: nodes that hold each shard (default 2)",
     )
     parser.add_argument(
         "--spares",
-        type=_parse_count,
+        type=build_count_parser(0, 1000),
         metavar="N",
         help="with --own-agents: nodes that wait to replace a lost one (default 0; needs sbatch --no-kill and the "
         "launcher)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="e.g. srun python t.py")
-
-
-def _parse_count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 1000:
-        raise argparse.ArgumentTypeError(f"wanted a whole number from 0 to 1000, found {text!r}")
-    return int(text)
-
-
-def _parse_replicas(text: str) -> int:
-    if not 1 <= (count := _parse_count(text)) <= REPLICAS_MAX:
-        raise argparse.ArgumentTypeError(f"wanted a whole number from 1 to {REPLICAS_MAX}, found {text!r}")
-    return count
 
 
 def _await_healthy_nodes(path: str, ended: threading.Event, *, own: bool = False) -> bool:
@@ -147,10 +137,7 @@ def _fit_tasks(environ: MutableMapping[str, str]) -> None:
     submission.
     """
     names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
-    words = [environ.get(name, "") for name in names]
-    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
-        return
-    tasks, nodes, most = map(int, words)
+    tasks, nodes, most = (parse_number(environ.get(name, "")) for name in names)
     if tasks > nodes * most > 0:
         _say(f"the job now has {nodes} nodes: {nodes * most} tasks instead of {tasks}")
         environ["SLURM_NTASKS"] = environ["SLURM_NPROCS"] = str(nodes * most)
@@ -164,11 +151,11 @@ def _fit_nodes(environ: MutableMapping[str, str]) -> None:
     left = sendback.list_nodes_left()
     if not left:
         return
-    names, had, tasks = ",".join(left), int(os.environ["SLURM_JOB_NUM_NODES"]), os.environ.get("SLURM_NTASKS", "")
+    names, had = ",".join(left), int(os.environ["SLURM_JOB_NUM_NODES"])
     environ["SLURM_JOB_NODELIST"] = environ["SLURM_NODELIST"] = names
     environ["SLURM_JOB_NUM_NODES"] = environ["SLURM_NNODES"] = str(len(left))
-    if tasks.isascii() and tasks.isdigit():
-        environ["SLURM_NTASKS"] = environ["SLURM_NPROCS"] = str(int(tasks) * len(left) // had)
+    if tasks := parse_number(os.environ.get("SLURM_NTASKS", "")):
+        environ["SLURM_NTASKS"] = environ["SLURM_NPROCS"] = str(tasks * len(left) // had)
     environ.pop("SLURM_TASKS_PER_NODE", None)
     _say(f"the job goes on with {len(left)} of its {had} nodes: so does its next step")
 

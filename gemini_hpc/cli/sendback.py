@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.slurm import Slurm, SlurmError
 from gemini_hpc.slurm.facts import RUNNING
 
@@ -17,7 +18,7 @@ def list_nodes_left() -> tuple[str, ...]:
     Returns:
         The remaining nodes; () if none was removed, or if that is unknown.
     """
-    raw_id, nodes = _read_number("SLURM_JOB_ID"), _read_number("SLURM_JOB_NUM_NODES")
+    raw_id, nodes = _read_raw_id(), parse_number(os.environ.get("SLURM_JOB_NUM_NODES", ""))
     if not raw_id or nodes < 2:
         return ()
     try:
@@ -30,7 +31,7 @@ def list_nodes_left() -> tuple[str, ...]:
 def read_start_time() -> float:
     """Return the Unix time at which this incarnation of the job began, 0.0 if that is unknown."""
     try:
-        return asyncio.run(Slurm(TIMEOUT_S).read_job(_read_number("SLURM_JOB_ID"))).start_time
+        return asyncio.run(Slurm(TIMEOUT_S).read_job(_read_raw_id())).start_time
     except SlurmError:
         return 0.0
 
@@ -38,7 +39,7 @@ def read_start_time() -> float:
 def requeue_job() -> str:
     """Ask Slurm to requeue this job; return the reason for a refusal, or ""."""
     try:
-        asyncio.run(_requeue_job(_read_number("SLURM_JOB_ID")))
+        asyncio.run(_requeue_job(_read_raw_id()))
     except SlurmError as exc:
         return str(exc)
     return ""
@@ -49,6 +50,5 @@ async def _requeue_job(raw_id: int) -> None:
     await slurm.requeue_job(await slurm.read_job(raw_id))
 
 
-def _read_number(name: str) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 11 else 0
+def _read_raw_id() -> int:
+    return parse_number(os.environ.get("SLURM_JOB_ID", ""))

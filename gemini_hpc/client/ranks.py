@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from gemini_hpc.client.joining import ATTEMPT_ENV
 from gemini_hpc.core import hostlist
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.wire import ports
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -73,11 +74,6 @@ def derive_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     )
     found = (str(value) for value in (rank, world, local_rank, here, _find_first_host(environ), port))
     return {name: value for name, value in zip(NAMES, found, strict=True) if value}
-
-
-def parse_number(text: str, otherwise: int = 0) -> int:
-    """Return one of Slurm's numbers, or `otherwise` for any other text."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 11 else otherwise
 
 
 def _find_step(environ: Mapping[str, str]) -> str:

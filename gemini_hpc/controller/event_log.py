@@ -14,6 +14,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.controller.journal import end_line
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.files import replace_file
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.sanitize import bound_event
@@ -92,10 +93,10 @@ class EventLogs:
         found: list[tuple[float, int]] = []
         with os.scandir(self._directory) as entries:
             for entry in entries:
-                name, dot, suffix = entry.name.partition(".")
-                if dot and suffix == "jsonl" and name.isdecimal() and len(name) <= 10:
+                name, _, suffix = entry.name.partition(".")
+                if suffix == "jsonl" and (job := parse_number(name)):
                     with suppress(FileNotFoundError):
-                        found.append((entry.stat(follow_symlinks=False).st_mtime, int(name)))
+                        found.append((entry.stat(follow_symlinks=False).st_mtime, job))
         newest = [job for t, job in sorted(found, reverse=True) if t >= since][:most]
         return [(job, owner) for job in newest if (owner := self.find_owner(job)) is not None]
 

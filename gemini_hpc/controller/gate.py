@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from gemini_hpc.config import Settings
-from gemini_hpc.controller.reservation import PREFIX
+from gemini_hpc.controller.reservation import parse_raw_id
 from gemini_hpc.settings import ACT, OBSERVE
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
@@ -81,8 +81,7 @@ class GatedSlurm(SlurmApi):
 
     async def _check_reservation(self, what: str, name: str) -> None:
         """Check an act on a reservation of ours, whose name has the job's number."""
-        number = name.removeprefix(PREFIX).split("_")[0]
-        raw_id = int(number) if number.isascii() and number.isdecimal() else 0
+        raw_id = parse_raw_id(name)
         if self._gate.mode != ACT and raw_id and raw_id not in self._of_job:
             with suppress(UnknownJob):
                 await self.read_job(raw_id)

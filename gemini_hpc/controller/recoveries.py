@@ -26,7 +26,7 @@ from gemini_hpc.controller.progress import count_barren
 from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.registry import Registry, Track
-from gemini_hpc.controller.reservation import PREFIX, RESERVED_MINUTES
+from gemini_hpc.controller.reservation import RESERVED_MINUTES, parse_raw_id
 from gemini_hpc.controller.withheld import Withheld
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
@@ -147,9 +147,9 @@ class Recoveries:
 
     def find_survivors(self, name: str) -> set[str] | None:
         """Return the survivors for whom a reservation of ours was made; None if they are not known."""
-        raw_id = name.removeprefix(PREFIX).split("_")[0]
+        raw_id = parse_raw_id(name)
         for (job, _), recovery in self._active.items():
-            if name.startswith(PREFIX) and raw_id == str(job) and recovery.survivors is not None:
+            if job == raw_id and recovery.survivors is not None:
                 return set(recovery.survivors.names)
         return None
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from gemini_hpc import clock
 from gemini_hpc.controller.requeue_rules import find_candidates
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import RUNNING, Job, Node, Reservation
@@ -277,6 +278,11 @@ def describe_ms(began: float) -> str:
     return f"[{(clock.monotonic() - began) * 1000:.0f} ms]"
 
 
+def parse_raw_id(name: str) -> int:
+    """Return the raw id of the job for which a reservation of ours was made, or 0 for another reservation's name."""
+    return parse_number(name.removeprefix(PREFIX).split("_")[0]) if name.startswith(PREFIX) else 0
+
+
 async def delete_leftovers(slurm: SlurmApi, kept: Sequence[str], may: Callable[[Job | None], bool]) -> list[str]:
     """Delete reservations of ours that are of no more use after a takeover. Return their names.
 
@@ -287,11 +293,11 @@ async def delete_leftovers(slurm: SlurmApi, kept: Sequence[str], may: Callable[[
     """
     dropped = []
     for reservation in await slurm.read_reservations():
-        part = reservation.name.removeprefix(PREFIX).split("_")
-        if not reservation.name.startswith(PREFIX) or not part[0].isdigit() or reservation.name in kept:
+        raw_id = parse_raw_id(reservation.name)
+        if not raw_id or reservation.name in kept:
             continue
         try:
-            job = await slurm.read_job(int(part[0]))
+            job = await slurm.read_job(raw_id)
         except UnknownJob:
             if may(None):
                 await slurm.delete_reservation(reservation.name)

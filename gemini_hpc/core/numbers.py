@@ -14,6 +14,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # names that users choos
 PLACES = 9999
 # name of a training, also part of paths; with its place in the job's sequence (`core.sequence`)
 TRAINING_NAME = re.compile(rf"{NAME.pattern}(\+[1-9][0-9]{{0,3}}\.[1-9][0-9]{{0,3}})?")
+JOB_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")  # as users write it: a job, or a task of an array
 VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word (`control_page.pack_seal`)
 MAX_RANKS = 1 << 20
 
@@ -39,3 +40,8 @@ SomeBlocks = Annotated[int, msgspec.Meta(ge=1, le=PARITY_MAX)]
 Seconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 TierInterval = Seconds | Literal["auto"]  # 0: no interval; "auto": see `tier_interval`
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+def parse_number(text: str, otherwise: int = 0) -> int:
+    """Return the number of a text of one to ten digits, or `otherwise` for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 11 else otherwise

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gemini_hpc import clock
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.doctor.facts import NODE, HostFacts, maps_file, read_environment
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.doctor.plugin import NAME
@@ -147,12 +148,12 @@ def check_tasks(facts: HostFacts) -> Outcome:
         if process.parent not in steps or process.name == "slurmstepd":
             continue
         values = read_environment(process.pid)
-        job = values.get(b"SLURM_JOB_ID", b"").decode(errors="replace")
-        if b"SLURM_GEMINI_REPLICAS" not in values or not job.isdecimal():
+        job = parse_number(values.get(b"SLURM_JOB_ID", b"").decode(errors="replace"))
+        if b"SLURM_GEMINI_REPLICAS" not in values or not job:
             continue
         seen += 1
         if not maps_file(process.parent, NAME):
-            bare.append(f"pid {process.pid} of job {int(job[:10])}")
+            bare.append(f"pid {process.pid} of job {job}")
     if bare:
         return report_wrong(
             f"{len(bare)} tasks run here without the plugin: {join_some(bare)}",
@@ -180,8 +181,7 @@ class Protected:
 
 
 def _list_job_ids(directory: str, suffix: str = "") -> set[int]:
-    names = [n[: len(n) - len(suffix)] for n in os.listdir(directory) if n.endswith(suffix)]
-    return {int(n) for n in names if n.isascii() and n.isdecimal() and len(n) <= 10}
+    return {parse_number(n.removesuffix(suffix)) for n in os.listdir(directory) if n.endswith(suffix)} - {0}
 
 
 def _asks(save: str, raw_id: int) -> bool:

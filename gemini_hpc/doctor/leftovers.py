@@ -14,9 +14,11 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.controller.registry import StoredJob
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.doctor import canary
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
+from gemini_hpc.durations import format_age
 from gemini_hpc.node import mounts
 from gemini_hpc.slurm.facts import PENDING, RUNNING
 
@@ -63,23 +65,12 @@ def parse_age_s(reason: str, now: float) -> float | None:
     return None
 
 
-def _format_age(seconds: float | None) -> str:
-    if seconds is None:
-        return "for an unknown time"
-    return (
-        f"for {seconds:.0f} s"
-        if seconds < 120
-        else f"for {seconds / 60:.0f} min"
-        if seconds < 7200
-        else (f"for {seconds / 3600:.0f} h")
-    )
-
-
 def check_nodes(facts: HostFacts) -> Outcome:
     """Check for fenced nodes, which wait for the administrator."""
     now = clock.time()
     told = [
-        f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_format_age(parse_age_s(n.reason, now))}"
+        f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} for "
+        f"{'an unknown time' if (age_s := parse_age_s(n.reason, now)) is None else format_age(age_s)}"
         for n in facts.nodes.values()
         if n.reason.startswith(OURS) and (n.is_down or "DRAIN" in n.flags)
     ]
@@ -121,7 +112,7 @@ def check_directories(facts: HostFacts) -> Outcome:
     told = []
     for name in names:
         path = os.path.join(run_dir, name)
-        if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+        if not parse_number(name):
             told.append(f"{path} does not belong to gemini-hpc")
             continue
         try:
@@ -155,9 +146,7 @@ def _open_recoveries(path: str) -> set[int]:
                 record = json.loads(line)
                 if record.get("step") in ("open", "close"):
                     found[str(record.get("key"))] = record["step"] == "open"
-    return {
-        int(key.partition(".")[0]) for key, is_open in found.items() if is_open and key.partition(".")[0].isdecimal()
-    }
+    return {parse_number(key.partition(".")[0]) for key, is_open in found.items() if is_open} - {0}
 
 
 def check_pins(facts: HostFacts) -> Outcome:

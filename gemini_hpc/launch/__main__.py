@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from gemini_hpc import lines
 from gemini_hpc.client.joining import SOCKET_ENV
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.launch import placing, program
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.launcher import Launcher
@@ -81,9 +82,9 @@ def main(words: list[str]) -> program.Program | int:
 
 
 def _parse_count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 1000:
-        raise argparse.ArgumentTypeError(f"wanted a whole number from 0 to 1000, found {text!r}")
-    return int(text)
+    if not 0 <= (count := parse_number(text, -1)) <= 1000:
+        raise argparse.ArgumentTypeError(f"wanted a whole number from 0 to 1000, found {text[:40]!r}")
+    return count
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ import msgspec
 from gemini_hpc import clock, lines
 from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
 from gemini_hpc.client.joining import ATTEMPT_ENV, FAILED_ENV, STEP_ENV, derive_step_name
-from gemini_hpc.client.ranks import parse_number
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.attempts import NOTHING, End
 from gemini_hpc.core.culprits import Cause
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.placing import build_rank_environment, count_spares
 from gemini_hpc.launch.rank_end import Report, describe, describe_status
@@ -111,8 +111,8 @@ class Launcher:
         env |= {STEP_ENV: f"{self._step}+{self._attempt}", ATTEMPT_ENV: str(self._attempt)}
         env[FAILED_ENV] = f"{self._failed_at:.3f}"
         port = env.get("MASTER_PORT", self._environ.get("MASTER_PORT", ""))
-        if port.isascii() and port.isdigit():
-            env["MASTER_PORT"] = str(ports.compute_attempt_port(int(port), self._attempt))
+        if (number := parse_number(port, -1)) >= 0:
+            env["MASTER_PORT"] = str(ports.compute_attempt_port(number, self._attempt))
         return env
 
     def _trains(self) -> bool:

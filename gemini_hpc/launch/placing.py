@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gemini_hpc.client.joining import SPARES_ENV
-from gemini_hpc.client.ranks import parse_number
 from gemini_hpc.core import hostlist
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.wire import local, ports
 
 
@@ -22,10 +22,10 @@ def count_tasks_per_node(environ: Mapping[str, str]) -> int:
     """
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     counts = {part.partition("(")[0] for part in text.split(",")}
-    count = counts.pop()
-    if counts or not (count.isascii() and count.isdigit() and 0 < int(count) < 100_000):
+    count = parse_number(counts.pop())
+    if counts or not 0 < count < 100_000:
         raise Uneven(f"a job with spares needs the same number of tasks on each node, and this step has {text[:100]}")
-    return int(count)
+    return count
 
 
 def count_spares(environ: Mapping[str, str]) -> int:

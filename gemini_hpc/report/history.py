@@ -7,6 +7,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
+from gemini_hpc.durations import format_age
 from gemini_hpc.report.columns import fold
 
 Document = dict[str, Any]
@@ -19,7 +20,7 @@ def format_end(d: Document, columns: int) -> list[str]:
     how = d.get("ended")
     if how is None:
         return []
-    when = f" at {_format_time(how['t'])}, {format_span(d['t'] - how['t'])} ago" if how["t"] else ""
+    when = f" at {_format_time(how['t'])}, {format_age(d['t'] - how['t'])} ago" if how["t"] else ""
     code = f", exit code {how['exit_code']}" if how["exit_code"] else ""
     sealed = f"last sealed version: {how['version']}" if how["version"] else "no sealed version is known"
     if how["stored"]:
@@ -85,13 +86,6 @@ def format_detail(e: Document) -> str:
     if "shards" in numbers:
         words.append(f"{numbers['shards']:.0f} shard{'' if numbers['shards'] == 1 else 's'}")
     return ", ".join(words)
-
-
-def format_span(s: float) -> str:
-    """Return a time span, rounded."""
-    if s < 120:
-        return f"{max(0.0, s):.0f} s"
-    return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.0f} h" if s < 172800 else f"{s / 86400:.0f} days"
 
 
 def _format_time(t: float) -> str:

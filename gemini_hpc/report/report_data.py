@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.durations import format_age
 from gemini_hpc.query.ask import Recorded
 from gemini_hpc.query.inspect_document import build_traffic_fields, collect_traffic
-from gemini_hpc.report import history
 from gemini_hpc.wire.inspect_schema import EventRecord, InspectPart, RecordAsk
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
@@ -112,7 +112,7 @@ def describe_saves(one: Shown, t: float) -> str:
     """Return the sentence under the first picture: the newest save, its age, and what happened so far."""
     if not one.saved:
         return "No step is saved yet: a failure now begins the training anew."
-    age = "" if one.saved_at is None else f", {history.format_span(t - one.saved_at)} ago"
+    age = "" if one.saved_at is None else f", {format_age(t - one.saved_at)} ago"
     lost, resumed = (sum(event.name in names for event in one.marks) for names in (LOSSES, RESUMES))
     return (
         f"The newest save is step {one.saved}{age}. So far: {lost or 'no'} loss{'es' * (lost != 1)}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gemini_hpc.durations import format_age
 from gemini_hpc.report.columns import fold
 
 Document = dict[str, Any]
@@ -78,15 +79,6 @@ def format_share(k: int, probability: float) -> str:
     if probability in (0.0, 1.0):
         return f"{'any' if probability else 'never'} {what}"
     return f"{what} in {100 * probability:.3g} % of cases"
-
-
-def format_age(s: float | None) -> str:
-    """Return a time span of one or two significant parts."""
-    if s is None:
-        return "-"
-    if s < 120:
-        return f"{s:.1f} s"
-    return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.1f} h"
 
 
 def choose_advice(d: Document) -> str:

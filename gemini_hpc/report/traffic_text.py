@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gemini_hpc.durations import format_seconds
+
 MAX_PROBLEMS_SHOWN = 3
 _FITTED = ("gemini", "naive", "no_pipeline")
 Row = dict[str, Any]
@@ -129,13 +131,6 @@ def _format_range(values: Sequence[Any], text: Callable[[Any], str]) -> str:
 
 def _format_ordinal(n: int) -> str:
     return f"{n}{'th' if 10 <= n % 100 <= 20 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
-
-
-def format_seconds(s: float) -> str:
-    """Return a time span with three significant digits."""
-    if s >= 1:
-        return f"{s:.2f} s" if s < 100 else f"{s:.0f} s"
-    return f"{1000 * s:.1f} ms" if s < 0.1 else f"{1000 * s:.0f} ms"
 
 
 def format_size(n: float) -> str:

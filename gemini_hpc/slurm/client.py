@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from gemini_hpc import clock
+from gemini_hpc.core.numbers import JOB_ID
 from gemini_hpc.slurm import accounting, fields, ways
 from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import COMPLETING, PENDING, Job, Node, Reservation, SlurmConfig, WatchedJob
@@ -48,7 +49,6 @@ _IDS_PER_CALL = 400
 _OF_ACCOUNTING = ("sacctmgr", "sacct")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _SAFE_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
-_JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 _SAFE_LINE = re.compile(r"[A-Za-z0-9 .,:;-]{1,300}")
 _START = re.compile(r"now(\+[0-9]{1,6})?")
 
@@ -276,7 +276,7 @@ class Slurm:
 
     async def find_raw_id(self, task: str) -> int:
         """Return the raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmError`."""
-        out = await self._run_squeue("-j", _check_value(_JOB_ID, task, "a job id"), "-O", fields.IDS_FORMAT)
+        out = await self._run_squeue("-j", _check_value(JOB_ID, task, "a job id"), "-O", fields.IDS_FORMAT)
         try:
             for raw_id, name in fields.parse_ids(out):
                 if task in (name, str(raw_id)):
@@ -577,7 +577,7 @@ class Slurm:
         """Hold a pending job until its owner or an operator releases it; `why` becomes its AdminComment."""
         if not job.is_actable:
             raise SlurmError(f"job {job.id}: a hold would hold other jobs too")
-        await self._run_tool("scontrol", "uhold", _check_value(_JOB_ID, job.id, "a job id"))
+        await self._run_tool("scontrol", "uhold", _check_value(JOB_ID, job.id, "a job id"))
         comment = " ".join(f"gemini-hpc: held: {why}".replace('"', "'").split())
         await self._update_job(job, f"AdminComment={comment}")
 
@@ -619,9 +619,9 @@ class Slurm:
             after = await self._read_job(job.raw_id)
             if after.restarts > job.restarts or after.state in (PENDING, COMPLETING):
                 return
-        await self._run_tool("scontrol", "requeue", _check_value(_JOB_ID, job.id, "a job id"))
+        await self._run_tool("scontrol", "requeue", _check_value(JOB_ID, job.id, "a job id"))
 
     async def _update_job(self, job: Job, *changes: str) -> None:
         if not job.is_actable:
             raise SlurmError(f"job {job.id}: an update would change other jobs too")
-        await self._run_tool("scontrol", "update", f"JobId={_check_value(_JOB_ID, job.id, 'a job id')}", *changes)
+        await self._run_tool("scontrol", "update", f"JobId={_check_value(JOB_ID, job.id, 'a job id')}", *changes)

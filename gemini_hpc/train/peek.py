@@ -9,6 +9,7 @@ import torch.distributed as dist
 from gemini_hpc import lines
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.train import arguments
 from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.state import collectives
@@ -26,12 +27,12 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
     path = os.environ.get(joining.SOCKET_ENV, "")
     ranks = arguments.build_ranks(process_group)
     distributed = ranks.group is not None
-    rank = ranks.rank if distributed else _read_number("RANK", 0)
-    world = ranks.world if distributed else _read_number("WORLD_SIZE", 1)
+    rank = ranks.rank if distributed else parse_number(os.environ.get("RANK", ""))
+    world = ranks.world if distributed else parse_number(os.environ.get("WORLD_SIZE", ""), 1)
     found, why = 0, ""
     Meetings(ranks, name, lines.write_line).meet("peek()")
     if path:
-        local_rank = _read_number("LOCAL_RANK", _read_number("SLURM_LOCALID", 0))
+        local_rank = parse_number(os.environ.get("LOCAL_RANK", ""), parse_number(os.environ.get("SLURM_LOCALID", "")))
         hello = joining.build_hello(name, rank, world, local_rank, Tier.from_argument(tier))
         client = AgentClient(path, lambda welcome, exchange: False, lambda: None)
         try:
@@ -49,8 +50,3 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
             lines.write_line(f"rank {rank}: cannot tell what there is to resume from: {text}")
         return 0
     return found
-
-
-def _read_number(name: str, otherwise: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else otherwise

@@ -60,6 +60,21 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
                 assert absent == [], words
 
 
+def test_no_usage_error_shows_a_name_of_python() -> None:
+    """An error of a `type` that argparse does not know makes it print the function's name."""
+    checked = 0
+    for words in ALL:
+        parser = at(words)
+        for action in parser._actions:
+            for text in ("abc", "", "-1", "nan", "1e999", "\u0663", "\u00b2", "9" * 5000, f"{'9' * 5000}d", "\0"):
+                try:
+                    parser._get_value(action, text)
+                except argparse.ArgumentError as error:
+                    checked += 1
+                    assert "invalid" not in str(error) and len(str(error)) < 250, (words, str(error))
+    assert checked > 100
+
+
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         *(

@@ -99,12 +99,12 @@ def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_a_wrong_word_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, why in (
-        (["--nodes", "1"], "no whole number from 2"),
-        (["--nodes", "1e99"], "no whole number"),
+        (["--nodes", "1"], "a whole number from 2"),
+        (["--nodes", "1e99"], "a whole number"),
         (["--state", "much"], "no amount above 0"),
         (["--state=-1TB"], "no amount above 0"),
         (["--network", "0Gbps"], "no amount above 0"),
-        (["--shape", "nan"], "no number from"),
+        (["--shape", "nan"], "a number from"),
         (["--schemes", "ours,theirs"], "there is no scheme 'theirs'"),
         (["--figure", "gemini-99"], "invalid choice"),
         (["--trace", "a", "--history", "b"], "not allowed with"),

@@ -142,7 +142,7 @@ def test_the_tier() -> None:
         "interval_s": None,
         "interval_reason": "",
     }
-    assert text == "  tier /lustre/t: version 1:4, 30.0 s old; saving 1:9, 3.0 MiB written"
+    assert text == "  tier /lustre/t: version 1:4, 30 s old; saving 1:9, 3.0 MiB written"
     why = "auto: a save takes 12 s"
     document, text = tiered(TierState("/lustre/t", Stamp(1, 4), NOW - 30, interval_s=4320.0, interval_reason=why))
     assert (document["interval_s"], document["interval_reason"]) == (4320.0, why)

@@ -75,7 +75,7 @@ def test_nodes_in_trouble_come_first() -> None:
 @pytest.mark.parametrize(
     ("changes", "state", "lost", "to_do"),
     [
-        ({}, "protected", "any 1 node; step 5 is safe, 2.0 s old", "nothing (gemini-hpc inspect 7 --full"),
+        ({}, "protected", "any 1 node; step 5 is safe, 2 s old", "nothing (gemini-hpc inspect 7 --full"),
         ({"absent": ("n1",)}, "partly protected", "1 node in 75 % of cases", "run gemini-hpc doctor on n1: no agent"),
         ({"state": "degraded"}, "degraded", "any 1 node", "see the note; nothing newer is sealed"),
         ({"state": "recovering"}, "recovering", "any 1 node", "nothing; the ranks get their state back"),
