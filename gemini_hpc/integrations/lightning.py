@@ -125,7 +125,7 @@ class GeminiCallback(Callback):  # type: ignore[misc]
             )
             return
         self._captured = trainer.global_step  # the step of a checkpoint on disk
-        loader.run_between_batches(lambda: self._between(trainer))
+        loader.run_between_batches(lambda: self._make_version(trainer))
         if self._resumed and self.checkpointer is not None:
             loader.run_before_next_batch(self.checkpointer.restore_generators)
             # A restored loop tests whether validation is due before it reads a batch. It was done already.
