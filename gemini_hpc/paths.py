@@ -28,16 +28,16 @@ def walk_path(path: str) -> Iterator[tuple[str, os.stat_result]]:
         if part == "..":
             at = os.path.dirname(at)
             continue
-        here = os.path.join(at, part)
-        info = os.lstat(here)
-        yield here, info
+        entry = os.path.join(at, part)
+        info = os.lstat(entry)
+        yield entry, info
         if not stat.S_ISLNK(info.st_mode):
-            at = here
+            at = entry
             continue
         links += 1
         if links > _MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-        target = os.readlink(here)
+        target = os.readlink(entry)
         at = "/" if target.startswith("/") else at
         pending.extendleft(reversed(target.split("/")))
 
@@ -73,8 +73,8 @@ def find_weaknesses(path: str, owners: frozenset[int] = frozenset((0,)), *, stic
         return [f"{path!r} is not an absolute path"]
     return [
         found
-        for here, info in walk_path(path)
-        if (found := find_weakness(here, info, owners))
+        for entry, info in walk_path(path)
+        if (found := find_weakness(entry, info, owners))
         and not (sticky and info.st_uid in owners and stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX)
     ]
 
@@ -103,7 +103,7 @@ def find_barrier(path: str, info: os.stat_result, *, look: bool) -> str:
 
 def find_barriers(path: str) -> list[str]:
     """Return all barriers on the way to an absolute path, links followed. Raises OSError if there is no such file."""
-    return [found for here, info in walk_path(path) if (found := find_barrier(here, info, look=False))]
+    return [found for entry, info in walk_path(path) if (found := find_barrier(entry, info, look=False))]
 
 
 def name_group(gid: int) -> str:

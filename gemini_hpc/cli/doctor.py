@@ -120,10 +120,10 @@ def _examine_cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result
         why, nodes, partitions = str(exc), [], {}
     if why:
         raise frame.UsageError(why)
-    here = facts.here
-    rows = cluster.gather(nodes, partitions, facts.config_path, here.settings_sha256)
-    d = cluster.build_document(rows, here.host, here.settings_sha256, clock.time())
-    text = cluster.format_table(rows, here.host, here.settings_sha256, columns.measure_width())
+    own_host = facts.here
+    rows = cluster.gather(nodes, partitions, facts.config_path, own_host.settings_sha256)
+    d = cluster.build_document(rows, own_host.host, own_host.settings_sha256, clock.time())
+    text = cluster.format_table(rows, own_host.host, own_host.settings_sha256, columns.measure_width())
     return frame.Result(d, lambda _: text, d["status"])
 
 

@@ -118,8 +118,8 @@ def find_directory(what: str, tier: str, config: str) -> str:
     return f"{where}/{(names or [job_directory.format_plain_name(number)])[0]}{at}{name}"
 
 
-def _report_skipped(said: str) -> None:
-    frame.print_error("export", f"passed over: {said}")
+def _report_skipped(text: str) -> None:
+    frame.print_error("export", f"passed over: {text}")
 
 
 def _find_site_tier(config: str, job: str) -> str:

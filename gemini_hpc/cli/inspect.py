@@ -183,10 +183,10 @@ def _describe_spares(s: Document) -> str:
 
 
 def _describe_domains(d: Document) -> str:
-    said = [f"{_join_names(s['hosts'])} share {s['domain']}" for s in d["shared"][:MAX_NAMES_SHOWN]]
-    more = len(d["shared"]) - len(said) + d["more"]
-    said += [f"and {more} more group{'s' * (more > 1)}"] if more else []
-    return f"failure domains: {'; '.join(said) or 'no group has two nodes of one'} (known of {d['known']} nodes)"
+    groups = [f"{_join_names(s['hosts'])} share {s['domain']}" for s in d["shared"][:MAX_NAMES_SHOWN]]
+    more = len(d["shared"]) - len(groups) + d["more"]
+    groups += [f"and {more} more group{'s' * (more > 1)}"] if more else []
+    return f"failure domains: {'; '.join(groups) or 'no group has two nodes of one'} (known of {d['known']} nodes)"
 
 
 def _join_names(names: list[str]) -> str:

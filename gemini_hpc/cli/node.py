@@ -58,10 +58,10 @@ def collect_jobs(settings: Settings, node: str, now: float) -> Document:
         QueryError: The controller does not answer.
         SlurmError: Slurm does not answer, or does not know the node.
     """
-    state, there, everybody = asyncio.run(_read_node(settings, node))
-    mine = [(uid, job) for uid, job in there if everybody or uid == os.geteuid()]
-    documents = _fetch_documents(settings, [job for _, job in mine[:MAX_LOOKED_AT]], now)
-    return build_document(node, state, mine, documents, len(there) - len(mine), now)
+    state, node_jobs, everybody = asyncio.run(_read_node(settings, node))
+    visible_jobs = [(uid, job) for uid, job in node_jobs if everybody or uid == os.geteuid()]
+    documents = _fetch_documents(settings, [job for _, job in visible_jobs[:MAX_LOOKED_AT]], now)
+    return build_document(node, state, visible_jobs, documents, len(node_jobs) - len(visible_jobs), now)
 
 
 async def _read_node(settings: Settings, node: str) -> tuple[str, list[tuple[int, int]], bool]:
@@ -71,11 +71,11 @@ async def _read_node(settings: Settings, node: str) -> tuple[str, list[tuple[int
 
     slurm = Slurm()
     nodes = await slurm.read_nodes([node])
-    there = sorted((await slurm.read_owners([node]))[node], key=lambda found: found[1])
+    node_jobs = sorted((await slurm.read_owners([node]))[node], key=lambda found: found[1])
     allowed = Operators(settings.operators, (0, *settings.list_slurm_uids()))
     found = nodes[node]
     words = "+".join((found.state, *sorted(found.flags)))
-    return words, there, await allowed.allows(os.geteuid())
+    return words, node_jobs, await allowed.allows(os.geteuid())
 
 
 def _fetch_documents(settings: Settings, jobs: list[int], now: float) -> dict[int, Document]:

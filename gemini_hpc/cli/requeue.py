@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> frame.Result:
         raise frame.UserError(f"job {job} runs on: {why} (scontrol requeue {job} requeues it all the same)")
     asyncio.run(_requeue_job(job))
     steps = {word.training: word.stamp.version for word in saved}
-    told = ", ".join(f"{sanitize(name)} at step {step}" for name, step in steps.items())
+    saved_text = ", ".join(f"{sanitize(name)} at step {step}" for name, step in steps.items())
     document = {"schema": 1, "job": job, "saved": steps}
-    return frame.Result(document, lambda _: f"job {job} is requeued; saved: {told}")
+    return frame.Result(document, lambda _: f"job {job} is requeued; saved: {saved_text}")
 
 
 async def _requeue_job(job: int) -> None:

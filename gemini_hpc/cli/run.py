@@ -218,21 +218,21 @@ def _run_command(command: list[str], max_restarts: int, *, own: bool) -> int:
         if sent := step.find_ending_signal(status):
             _say(f"somebody ended the step with {sent.name}: not restarted")
             return status
-        told = f"the step ended with status {status}"
+        message = f"the step ended with status {status}"
         last = _ask_last_end(path)
         last = last if last != known else None  # otherwise it belongs to an earlier step
         if last is not None and last.given_up:  # attempts of the step's own launchers count here, too
-            _say(f"{told}; not restarted: {last.given_up}")
+            _say(f"{message}; not restarted: {last.given_up}")
             return status
         end = last.end if last is not None else NOTHING
-        told += f" ({end.text})" * bool(end.text)
+        message += f" ({end.text})" * bool(end.text)
         now = _Failure(status, end.key, reached.step if reached is not None else None)
         why_not = attempts.judge_failure(reached, again=now.repeats(before), memory=end.memory)
         before = now
         if why_not:
-            _say(f"{told}; not restarted: {why_not}")
+            _say(f"{message}; not restarted: {why_not}")
             return status
-        _say(f"{told} on healthy nodes: restart {attempts.restarts} of {max_restarts}")
+        _say(f"{message} on healthy nodes: restart {attempts.restarts} of {max_restarts}")
         _fit_nodes(env)
 
 

@@ -125,9 +125,9 @@ def run(args: argparse.Namespace) -> frame.Result:
         raise UsageError(str(error)) from None
     failures = {"per_day": None, "hardware": None, "source": args.trace} if args.trace else asdict(rate)
     found = {name: {**asdict(o), "goodput": o.goodput} for name, o in outcomes.items()}
-    told = f"failures: those of {args.trace}" if args.trace else rate.describe()
+    failures_text = f"failures: those of {args.trace}" if args.trace else rate.describe()
     document = {"schema": SCHEMA, "failures": failures, "schemes": found}
-    return frame.Result(document, lambda _: _format_outcomes(args, outcomes, told))
+    return frame.Result(document, lambda _: _format_outcomes(args, outcomes, failures_text))
 
 
 def _simulate_schemes(args: argparse.Namespace, faults: Faults) -> dict[str, RunOutcome]:

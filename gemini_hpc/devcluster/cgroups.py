@@ -30,15 +30,15 @@ def _find_base() -> Path | None:
 
     None means that this machine has no writable v1 memory cgroups.
     """
-    here = memory_cgroup.parse_place(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
-    if here is None or here.version != 1 or here.mount != MOUNT or not here.writable:
+    place = memory_cgroup.parse_place(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
+    if place is None or place.version != 1 or place.mount != MOUNT or not place.writable:
         return None
-    for directory in here.walk_up():
+    for directory in place.walk_up():
         with contextlib.suppress(OSError, ValueError):
             limit = Path(directory, memory_cgroup.name_limit_file(1)).read_text()
             if memory_cgroup.compute_free_bytes(1, limit, "0", "") is not None:
                 return Path(directory)
-    return Path(here.mount)
+    return Path(place.mount)
 
 
 def _locate_directories(layout: ClusterFiles) -> dict[str, Path]:

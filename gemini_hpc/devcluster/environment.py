@@ -106,7 +106,7 @@ def _link_environment(prefix: Path, venv: Path) -> None:
 
 def _link_programs(prefix: Path, target: Path, inside_base: Path) -> None:
     target.mkdir()
-    here, there = f"{prefix}/bin/".encode(), f"{INSIDE}/venv/bin/".encode()
+    outside_bin, inside_bin = f"{prefix}/bin/".encode(), f"{INSIDE}/venv/bin/".encode()
     for entry in (prefix / "bin").iterdir():
         link = target / entry.name
         resolved = Path(os.path.realpath(entry))
@@ -115,8 +115,8 @@ def _link_programs(prefix: Path, target: Path, inside_base: Path) -> None:
             continue
         with entry.open("rb") as file:
             script = file.read() if file.read(2) == b"#!" else b""
-        if here in script[:512]:
-            link.write_bytes(b"#!" + script.replace(here, there, 2))
+        if outside_bin in script[:512]:
+            link.write_bytes(b"#!" + script.replace(outside_bin, inside_bin, 2))
             link.chmod(0o755)
         else:
             link.symlink_to(inside_base / entry.name)

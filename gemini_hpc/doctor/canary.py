@@ -112,9 +112,9 @@ def undo(taken: Taken, say: Callable[[str], None], path: str = FILE) -> bool:
             clock.sleep(TRY_PAUSE_S)
     with suppress(OSError, SlurmError, subprocess.SubprocessError):
         subprocess.run([find_tool("scancel"), str(taken.job)], timeout=PROGRAM_S, check=False, capture_output=True)
-    told = problem or asyncio.run(_wait_until_back(taken))
-    if told:
-        say(f"NOT undone: {told}. See `scontrol show node {taken.node}`")
+    reason = problem or asyncio.run(_wait_until_back(taken))
+    if reason:
+        say(f"NOT undone: {reason}. See `scontrol show node {taken.node}`")
         return False
     say(f"{taken.node} is back: slurmd runs, and no DOWN of the canary's is left")
     with suppress(FileNotFoundError):

@@ -197,15 +197,15 @@ def format_table(rows: Sequence[ClusterRow], host: str, digest: str, columns: in
         lines.append((r.node, r.status, r.version or "-", r.settings_sha256 or "-", agents, *counts, r.state))  # type: ignore[arg-type]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     shown = ["  ".join(f"{w:<{n}}" for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
-    told: dict[tuple[str, str, str], list[str]] = {}
+    nodes_by_finding: dict[tuple[str, str, str], list[str]] = {}
     for r in rows:
         if r.why:
-            told.setdefault((r.status, "", r.why), []).append(r.node)
+            nodes_by_finding.setdefault((r.status, "", r.why), []).append(r.node)
         for c in r.checks:
             if c.status != ACCEPTED:
-                told.setdefault((c.status, c.check, c.found), []).append(r.node)
-    indent = max((len(status) for status, _, _ in told), default=0) + 1
-    for (status, check, found), names in sorted(told.items()):
+                nodes_by_finding.setdefault((c.status, c.check, c.found), []).append(r.node)
+    indent = max((len(status) for status, _, _ in nodes_by_finding), default=0) + 1
+    for (status, check, found), names in sorted(nodes_by_finding.items()):
         what = f"{check}: {found}" if check else found
         shown += fold(
             sanitize_text(f"{hostlist.compress(names)}: {what}"), columns, " " * indent, f"{status:<{indent}}"

@@ -128,7 +128,7 @@ def check_alerts(facts: HostFacts) -> Outcome:
     """Check whether the controller has recently declined to act, according to its journal."""
     facts.require_slurm_user("the journal")
     path = os.path.join(facts.settings.state_dir, "journal.jsonl")
-    told = []
+    alerts = []
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise Unavailable(f"{path} is no file")
@@ -138,16 +138,16 @@ def check_alerts(facts: HostFacts) -> Outcome:
                 with suppress(ValueError, RecursionError, AttributeError, TypeError):
                     record = json.loads(line)
                     if record["step"] == "alert" and clock.time() - record["t"] < _ALERT_S:
-                        told.append(record)
+                        alerts.append(record)
     except FileNotFoundError:
         return report_ok(f"{path} does not exist yet")
-    if not told:
+    if not alerts:
         return report_ok("no alert within a day")
-    data = told[-1].get("data", {})
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told[-1]["t"]))
+    data = alerts[-1].get("data", {})
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(alerts[-1]["t"]))
     last = f"{data.get('kind', '?')}: job {data.get('job', '?')} {data.get('node', '')}: {data.get('why', '')}"
     return report_warning(
-        f"{len(told)} within a day, the last at {at}: {last}",
+        f"{len(alerts)} within a day, the last at {at}: {last}",
         "no alert: over its budget the controller fences no node, and such jobs wait for Slurm's own detection",
         "check the nodes that the alert names; see fence_budget_nodes, fence_budget_user_nodes",
     )
@@ -167,13 +167,15 @@ def check_lemons(facts: HostFacts) -> Outcome:
     again = sorted((n for n in found if len(found[n]) >= lemons.AGAIN), key=lambda n: (-len(found[n]), n))
     if not again:
         return report_ok(f"no node was fenced or found red twice within {days:g} days")
-    told = []
+    descriptions = []
     for node in again:
         last = found[node][-1]
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(last.t))
-        told.append(f"{node} {len(found[node])} times, the last at {at} (job {last.job}: {last.what}: {last.why})")
+        descriptions.append(
+            f"{node} {len(found[node])} times, the last at {at} (job {last.job}: {last.what}: {last.why})"
+        )
     return report_warning(
-        f"within {days:g} days: {join_some(told)}",
+        f"within {days:g} days: {join_some(descriptions)}",
         "no node that does harm again and again",
         f"test such a node before you resume it; {path} may be removed while the controller does not run",
     )
@@ -201,16 +203,18 @@ def check_mode(facts: HostFacts) -> Outcome:
         return report_ok(f"{where}; nothing was withheld yet")
     since = time.strftime("%Y-%m-%d", time.localtime(acts[0].t))
     count = withheld.count_verdicts(acts)
-    told = f"{where}; withheld since {since}: {len(acts)} acts, of which Slurm confirmed {count[withheld.CONFIRMED]}"
-    told += f" and refuted {count[withheld.REFUTED]}; {count[withheld.OPEN]} are open"
+    summary = (
+        f"{where}; withheld since {since}: {len(acts)} acts, of which Slurm confirmed {count[withheld.CONFIRMED]}"
+    )
+    summary += f" and refuted {count[withheld.REFUTED]}; {count[withheld.OPEN]} are open"
     false = [a for a in acts if a.verdict == withheld.REFUTED]
     if not false:
-        return report_ok(told)
+        return report_ok(summary)
     shown = [
         f"{_format_time(a.t)} {withheld.WORDS[a.act]} {a.node} (job {a.job}: {a.why}): {a.evidence}" for a in false
     ]
     return report_warning(
-        f"{told}. False alarms, the last first: {join_some(reversed(shown))}",
+        f"{summary}. False alarms, the last first: {join_some(reversed(shown))}",
         "no act that Slurm refutes",
         "find out why such a node was silent (firewall, overload, a long pause) before the controller may act",
     )
@@ -224,8 +228,8 @@ def check_primary(facts: HostFacts) -> Outcome:
     """Check that the controller acts only where slurmctld is in charge."""
     hosts, acting = facts.ask_slurm(Slurm.ping_slurmctlds), _find_acting_slurmctld(facts)
     if not acting:
-        told = join_some((f"{host} is {'UP' if up else 'DOWN'}" for host, up in hosts), ", ")
-        text = f"no slurmctld answers ({told or 'none is named'})"
+        host_states = join_some((f"{host} is {'UP' if up else 'DOWN'}" for host, up in hosts), ", ")
+        text = f"no slurmctld answers ({host_states or 'none is named'})"
         return report_wrong(
             text, "one slurmctld that answers", "start slurmctld; the controller can do nothing until then"
         )
@@ -272,18 +276,18 @@ def check_slurm_api(facts: HostFacts) -> Outcome:
     setting = facts.settings.slurm_api
     wanted = f'slurm_api = "{setting}" in use'
     fix = 'remove the cause and restart the controller, or set slurm_api = "commands"'
-    told = None
+    record = None
     if _find_controller_pid(facts) is not None:
         with suppress(OSError, msgspec.MsgspecError), open(os.path.join(facts.settings.state_dir, FILE), "rb") as f:
-            told = msgspec.json.decode(f.read(1 << 16), type=ApiRecord)
-    if told is None:
+            record = msgspec.json.decode(f.read(1 << 16), type=ApiRecord)
+    if record is None:
         way = facts.ask_slurm(lambda _: Slurm(api=setting).choose_way())
-        told = ApiRecord(setting, way.name, way.why, way.is_fallback, 0.0)
-        text = f"a controller started here would ask Slurm through {told.used}: {told.why}"
+        record = ApiRecord(setting, way.name, way.why, way.is_fallback, 0.0)
+        text = f"a controller started here would ask Slurm through {record.used}: {record.why}"
     else:
-        text = f"the controller asks Slurm through {told.used}: {told.why}"
-        if told.setting != setting:
-            return report_warning(f"{text} (it was started with {told.setting})", wanted, "restart the controller")
-    if told.left or setting not in ("auto", told.used):
+        text = f"the controller asks Slurm through {record.used}: {record.why}"
+        if record.setting != setting:
+            return report_warning(f"{text} (it was started with {record.setting})", wanted, "restart the controller")
+    if record.left or setting not in ("auto", record.used):
         return report_warning(text, wanted, fix)
     return report_ok(text)

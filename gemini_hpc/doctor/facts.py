@@ -197,8 +197,8 @@ class HostFacts:
     @property
     def own_node(self) -> Node | None:
         """Return Slurm's record of this host, None if it is no node."""
-        mine = [n for n in self.nodes.values() if self.hostname in (n.hostname.partition(".")[0], n.name)]
-        return mine[0] if mine else None
+        matches = [n for n in self.nodes.values() if self.hostname in (n.hostname.partition(".")[0], n.name)]
+        return matches[0] if matches else None
 
     @property
     def roles(self) -> frozenset[str]:

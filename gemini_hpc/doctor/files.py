@@ -193,8 +193,8 @@ def check_python(facts: HostFacts) -> Outcome:
             if os.path.isdir(os.path.join(place, name)):
                 modules.append(os.path.join(place, name))
     # A missing file could be created later; but a missing zip lies in a directory that is checked.
-    there = [p for p in (*search, *modules) if os.path.lexists(p)]
-    roots = _check_rights([PYTHON, *there], "the interpreter, its search path and packages")
+    existing = [p for p in (*search, *modules) if os.path.lexists(p)]
+    roots = _check_rights([PYTHON, *existing], "the interpreter, its search path and packages")
     if roots.status != "ok":
         return roots
     within = [
@@ -329,19 +329,19 @@ def check_access(facts: HostFacts) -> Outcome:
     """Check every component of every path with the rights of a job's owner."""
     if not os.path.lexists(PYTHON) and facts.root:
         raise Unavailable(f"{PYTHON} does not exist (see install.parts)")
-    told: list[str] = []
+    barriers: list[str] = []
     code = list(dict.fromkeys(_list_code()))
     for path in (*code, *_list_user_files(facts)):
         try:
-            told += paths.find_barriers(path)
+            barriers += paths.find_barriers(path)
         except PermissionError as exc:
-            told.append(f"{exc.filename} cannot be reached as {paths.name_user(facts.uid)}")
+            barriers.append(f"{exc.filename} cannot be reached as {paths.name_user(facts.uid)}")
         except OSError as exc:
-            told.append(f"{exc.filename or path}: {exc.strerror}")
-    if not told:
-        told = [found for place in code[1:] if os.path.isdir(place) for found in _find_barriers(place)]
-    if told:
+            barriers.append(f"{exc.filename or path}: {exc.strerror}")
+    if not barriers:
+        barriers = [found for place in code[1:] if os.path.isdir(place) for found in _find_barriers(place)]
+    if barriers:
         wanted = "interpreter, packages, plugin and settings that every owner of jobs can read and execute"
-        told = list(dict.fromkeys(told))
-        return report_wrong(f"agents and commands of users cannot run here: {join_some(told)}", wanted, FIX)
+        barriers = list(dict.fromkeys(barriers))
+        return report_wrong(f"agents and commands of users cannot run here: {join_some(barriers)}", wanted, FIX)
     return report_ok(f"everybody can use {PYTHON}, its packages, the plugin and {facts.config_path}")

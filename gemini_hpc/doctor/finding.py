@@ -70,16 +70,16 @@ def report_wrong(found: str, wanted: str, fix: str) -> Outcome:
 
 def combine_outcomes(outcomes: Iterable[Outcome]) -> Outcome:
     """Return one outcome for several of the same check: the worst status, with all findings of that status."""
-    told = list(outcomes)
+    all_outcomes = list(outcomes)
     for status in (WRONG, WARNING):
-        bad = [o for o in told if o.status == status]
+        bad = [o for o in all_outcomes if o.status == status]
         if bad:
             return Outcome(status, join_some(o.found for o in bad), bad[0].wanted, bad[0].fix)
-    return report_ok(join_some(o.found for o in told))
+    return report_ok(join_some(o.found for o in all_outcomes))
 
 
 def join_some(texts: Iterable[str], separator: str = "; ") -> str:
     """Join the first few of many texts, and add how many more there are."""
-    told = list(dict.fromkeys(texts))
-    more = f"{separator}and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return separator.join(told[:_SHOWN]) + more
+    distinct = list(dict.fromkeys(texts))
+    more = f"{separator}and {len(distinct) - _SHOWN} more" if len(distinct) > _SHOWN else ""
+    return separator.join(distinct[:_SHOWN]) + more

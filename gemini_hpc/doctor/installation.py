@@ -66,8 +66,8 @@ def check_parts(facts: HostFacts) -> Outcome:
         f"prolog and epilog ({SCRIPTS})": _has_prolog(facts),
         f"the settings ({facts.config_path})": _is_there(facts.config_path),
     }
-    no_basis = [name for name, there in basis.items() if not there]
-    missing = [name for name, there in ours.items() if not there]
+    no_basis = [name for name, is_present in basis.items() if not is_present]
+    missing = [name for name, is_present in ours.items() if not is_present]
     wanted = "Slurm, MUNGE and gemini-hpc on every host of the cluster"
     if no_basis:
         first = "install Slurm and MUNGE first"

@@ -76,7 +76,7 @@ def check_agents(facts: HostFacts) -> Outcome:
     if not running:
         return report_ok(f"no protected job runs{_describe_view(known)}")
     asking = _Asking(facts, clock.monotonic() + DEADLINE_S)
-    protected_jobs, untold, told = 0, 0, []
+    protected_jobs, untold, problems = 0, 0, []
     try:
         for raw_id in running:
             answer = asking.ask(raw_id)
@@ -97,12 +97,12 @@ def check_agents(facts: HostFacts) -> Outcome:
             protected_jobs += bool(answer.parts) or sure
             if bare:
                 none = "no agent at all" if not answer.parts else f"no agent on {join_some(bare, ', ')}"
-                told.append(f"job {raw_id} of {answer.slurm.get('user', '?')[:32]}: {none}")
+                problems.append(f"job {raw_id} of {answer.slurm.get('user', '?')[:32]}: {none}")
     finally:
         asking.close()
-    if told:
+    if problems:
         return report_wrong(
-            f"partly protected or not at all: {join_some(told)}",
+            f"partly protected or not at all: {join_some(problems)}",
             "an agent on every node of each protected job",
             "run doctor on those nodes; see the system log, tag gemini-hpc, and the job's stderr",
         )
@@ -235,15 +235,17 @@ def check_strangers(facts: HostFacts) -> Outcome:
             known = list(entries)
     except OSError as exc:
         raise Unavailable(f"{ledger.locate_directory(run_dir)}: {exc.strerror or exc}") from None
-    processes, told = {p.pid: p for p in facts.processes}, []
+    processes, strangers = {p.pid: p for p in facts.processes}, []
     for entry in known:
         for pid in cgroup.list_members(entry.group):
             process = processes.get(pid)
             if process is not None and not any(word in process.arguments for word in _OURS):
-                told.append(f"pid {pid} ({process.name[:32]!r}, uid {process.uid}) in {entry.group.directories[0]}")
-    if told:
+                strangers.append(
+                    f"pid {pid} ({process.name[:32]!r}, uid {process.uid}) in {entry.group.directories[0]}"
+                )
+    if strangers:
         return report_wrong(
-            f"foreign processes in the agents' cgroups, outside Slurm's limits: {join_some(told)}",
+            f"foreign processes in the agents' cgroups, outside Slurm's limits: {join_some(strangers)}",
             "agents and their workers only",
             "look at the process and at its owner; the reaper kills it with the agent when the job is over",
         )
@@ -253,7 +255,7 @@ def check_strangers(facts: HostFacts) -> Outcome:
 def check_room(facts: HostFacts) -> Outcome:
     """Check that the directories are not full of bytes or files, which would leave jobs without protection."""
     run_dir = facts.settings.run_dir
-    told, seen = [], 0
+    shortages, seen = [], 0
     try:
         names = [name for name in os.listdir(run_dir) if name.isascii() and name.isdecimal()]
         for path in (run_dir, *(f"{run_dir}/{name}" for name in names)):
@@ -264,7 +266,7 @@ def check_room(facts: HostFacts) -> Outcome:
                     continue  # a plain directory, or a user's own file system, which may not answer
                 seen += 1
                 found = os.fstatvfs(fd)
-                told += [
+                shortages += [
                     f"{path} has {left:,} of {total:,} {what} left"
                     for what, left, total in (
                         ("files", found.f_favail, found.f_files),
@@ -278,7 +280,7 @@ def check_room(facts: HostFacts) -> Outcome:
         return report_ok(f"{run_dir} does not exist yet, or has just changed")
     except OSError as exc:
         raise Unavailable(f"{run_dir}: {exc.strerror}") from None
-    if told:
+    if shortages:
         fix = "a job's own directory: its owner fills it, only that job suffers; run directory: see what lies in it"
-        return report_warning(join_some(told), "room for sockets, maps and logs", fix)
+        return report_warning(join_some(shortages), "room for sockets, maps and logs", fix)
     return report_ok(f"{seen} file systems of gemini-hpc at {run_dir}, none of them nearly full")

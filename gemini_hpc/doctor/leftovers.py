@@ -35,19 +35,19 @@ def check_reservations(facts: HostFacts) -> Outcome:
     named = [(r, m) for r in facts.reservations if (m := _RESERVATION.fullmatch(r.name))]
     if named and "jobs" in facts.conf["PrivateData"].lower():
         facts.require_slurm_user("other users' jobs (PrivateData)")
-    told = []
+    stale = []
     for reservation, match in named[:MAX_LOOKED_AT]:
         row = facts.queue.get(int(match[1]))
         job = facts.find_job(int(match[1])) if row is not None and row.state == RUNNING else None
         if row is None:
-            told.append(f"{reservation.name} on {join_some(reservation.nodes, ',')}: its job is over")
+            stale.append(f"{reservation.name} on {join_some(reservation.nodes, ',')}: its job is over")
         elif job and job.reservation != reservation.name and clock.time() - reservation.start_time > YOUNG_S:
-            told.append(f"{reservation.name} on {join_some(reservation.nodes, ',')}: its job runs without it")
-    if told:
+            stale.append(f"{reservation.name} on {join_some(reservation.nodes, ',')}: its job runs without it")
+    if stale:
         fix = (
             "scontrol delete ReservationName=...; it ends by itself in 10 minutes; the controller's journal says why"
         )
-        return report_wrong(join_some(told), "no gemini_* reservation except for a job that waits to run again", fix)
+        return report_wrong(join_some(stale), "no gemini_* reservation except for a job that waits to run again", fix)
     return report_ok(
         f"{len(named)} reservations of gemini-hpc, each for a waiting job"
         if named
@@ -68,16 +68,16 @@ def parse_age_s(reason: str, now: float) -> float | None:
 def check_nodes(facts: HostFacts) -> Outcome:
     """Check for fenced nodes, which wait for the administrator."""
     now = clock.time()
-    told = [
+    fenced = [
         f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} for "
         f"{'an unknown time' if (age_s := parse_age_s(n.reason, now)) is None else format_age(age_s)}"
         for n in facts.nodes.values()
         if n.reason.startswith(OURS) and (n.is_down or "DRAIN" in n.flags)
     ]
-    if told:
+    if fenced:
         fix = "look at the node; then scontrol update NodeName=... State=RESUME"
         return report_warning(
-            f"fenced by the controller: {join_some(told)}", "no node that waits for an administrator", fix
+            f"fenced by the controller: {join_some(fenced)}", "no node that waits for an administrator", fix
         )
     return report_ok(f"none of {len(facts.nodes)} nodes is down or drained with gemini-hpc's reason")
 
@@ -109,30 +109,32 @@ def check_directories(facts: HostFacts) -> Outcome:
     with_agent = {p.agent_of for p in facts.processes}
     # At the end of the retention an agent may still save a last version to the tier.
     live, keep_s = facts.queue, facts.settings.retention_s + facts.settings.tier_flush_s + YOUNG_S
-    told = []
+    problems = []
     for name in names:
         path = os.path.join(run_dir, name)
         if not parse_number(name):
-            told.append(f"{path} does not belong to gemini-hpc")
+            problems.append(f"{path} does not belong to gemini-hpc")
             continue
         try:
             quiet_s = now - read_change_time(path)
         except FileNotFoundError:
             continue
         except OSError as exc:
-            told.append(f"{path}: {exc.strerror}")
+            problems.append(f"{path}: {exc.strerror}")
             continue
         if int(name) in live or quiet_s < YOUNG_S:
             continue
         if int(name) not in with_agent:
-            told.append(f"{path}: its job is over, no agent runs")
+            problems.append(f"{path}: its job is over, no agent runs")
         elif quiet_s > keep_s:
             job = facts.find_job(int(name))
             if job is None or (job.has_ended and now - job.end_time > keep_s):
-                told.append(f"{path}: its job is over for longer than retention_s, and its agent still holds memory")
-    if told:
+                problems.append(
+                    f"{path}: its job is over for longer than retention_s, and its agent still holds memory"
+                )
+    if problems:
         fix = "the next protected job's prolog removes directories; end the agents that remain with kill"
-        return report_warning(join_some(told), f"in {run_dir} only directories of live or retained jobs", fix)
+        return report_warning(join_some(problems), f"in {run_dir} only directories of live or retained jobs", fix)
     return report_ok(f"{run_dir} has {len(names)} entries, all of live or retained jobs")
 
 
@@ -154,7 +156,7 @@ def check_pins(facts: HostFacts) -> Outcome:
     facts.require_slurm_user("the controller's records")
     state_dir = facts.settings.state_dir
     recovering = _open_recoveries(os.path.join(state_dir, "journal.jsonl"))
-    told, kept = [], 0
+    pinned, kept = [], 0
     for raw_id, row in list(facts.queue.items())[: 16 * MAX_LOOKED_AT]:
         try:
             with open(os.path.join(state_dir, "jobs", f"{raw_id}.job"), "rb") as f:
@@ -167,12 +169,16 @@ def check_pins(facts: HostFacts) -> Outcome:
         if job is None or not job.req_nodes or set(job.req_nodes) == set(stored.original):
             continue
         if row.state == PENDING and raw_id not in recovering:
-            told.append(f"job {job.id} waits for {join_some(job.req_nodes, ',')} ({job.reason[:40] or 'no reason'})")
+            pinned.append(
+                f"job {job.id} waits for {join_some(job.req_nodes, ',')} ({job.reason[:40] or 'no reason'})"
+            )
         else:
             kept += 1
-    if told:
+    if pinned:
         fix = "scontrol update JobId=J ReqNodeList= (the user's own list, if there was one)"
-        return report_warning(f"pinned by a recovery that is over: {join_some(told)}", "the user's own request", fix)
+        return report_warning(
+            f"pinned by a recovery that is over: {join_some(pinned)}", "the user's own request", fix
+        )
     return report_ok(
         f"no waiting job has a stale pin{f' ({kept} running or recovering jobs have one)' if kept else ''}"
     )

@@ -74,13 +74,13 @@ def check_slurmd_cgroup(facts: HostFacts) -> Outcome:
     daemons = [p for p in facts.processes if p.name == "slurmd"]
     if not daemons:
         raise Unavailable("no slurmd runs here")
-    here = find_place(daemons[0].pid)
-    choice = choose_cgroup(here, facts.settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
+    place = find_place(daemons[0].pid)
+    choice = choose_cgroup(place, facts.settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
     if choice.how != "stay":
         return report_ok(f"agents leave slurmd's cgroup for {choice.directory or 'a scope of their own'}")
-    if here is None:
+    if place is None:
         raise Unavailable("no memory cgroup is visible here")
-    return judge_slurmd_limit(find_lowest_limit(here), Budget(facts.settings).cap_bytes)
+    return judge_slurmd_limit(find_lowest_limit(place), Budget(facts.settings).cap_bytes)
 
 
 def judge_kill_mode(value: str, where: str) -> Outcome:
@@ -127,10 +127,10 @@ def read_unit_setting(paths: list[str], section: str, key: str) -> tuple[str, st
     for path in paths:
         with open(path, encoding="utf-8", errors="replace") as f:
             text = f.read(_MAX_UNIT_BYTES)
-        here = ""
+        current_section = ""
         for line in map(str.strip, text.splitlines()):
             if line.startswith("[") and line.endswith("]"):
-                here = line[1:-1]
-            elif here == section and line.partition("=")[0].strip() == key and "=" in line:
+                current_section = line[1:-1]
+            elif current_section == section and line.partition("=")[0].strip() == key and "=" in line:
                 value, where = line.partition("=")[2].strip(), path
     return value, where

@@ -104,8 +104,8 @@ def _find_key(facts: HostFacts) -> tuple[str, int]:
     """Return the key's path, and the uid that munged runs as."""
     for process in facts.processes:
         if process.name == "munged":
-            told = [a.partition(b"=")[2] for a in process.arguments if a.startswith(b"--key-file=")]
-            return (os.fsdecode(told[-1]) if told else DEFAULT_KEY), process.uid
+            key_files = [a.partition(b"=")[2] for a in process.arguments if a.startswith(b"--key-file=")]
+            return (os.fsdecode(key_files[-1]) if key_files else DEFAULT_KEY), process.uid
     if not os.path.exists(DEFAULT_KEY):
         raise Unavailable("no munged is visible on this host")
     return DEFAULT_KEY, os.stat(DEFAULT_KEY).st_uid

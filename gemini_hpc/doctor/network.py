@@ -72,12 +72,12 @@ def check_slurm_ports(facts: HostFacts) -> Outcome:
         first, last = int(span[1]), int(span[2] or span[1])
         outcomes += [
             report_wrong(
-                f"{key}={conf[key]} overlaps the ports of {mine}",
+                f"{key}={conf[key]} overlaps the ports of {own_range}",
                 "ranges apart",
                 "agent_port_base, agent_port_count, controller_port in gemini.toml, or Slurm's range",
             )
-            for mine in list_our_ranges(s)
-            if mine.intersects(first, last)
+            for own_range in list_our_ranges(s)
+            if own_range.intersects(first, last)
         ]
     port = conf["SlurmdPort"]
     if port.isdigit() and int(port) not in (0, s.slurmd_port):
@@ -94,9 +94,9 @@ def _read_numbers(path: str) -> str:
         raise Unavailable(f"{path}: {exc.strerror}") from None
 
 
-def is_reserved(mine: Range, reserved: str) -> bool:
+def is_reserved(ports: Range, reserved: str) -> bool:
     """Return whether the kernel reserves all of these ports (ip_local_reserved_ports, such as `1,17000-21095`)."""
-    left = set(range(mine.first, mine.last + 1))
+    left = set(range(ports.first, ports.last + 1))
     for first, last in re.findall(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", reserved):
         left -= set(range(int(first), int(last or first) + 1))
     return not left
@@ -113,9 +113,9 @@ def check_ephemeral(facts: HostFacts) -> Outcome:
     first, last = int(span[1]), int(span[2])
     reserved = _read_numbers(_RESERVED)
     hit = [
-        mine
-        for mine in list_our_ranges(facts.settings)
-        if mine.intersects(first, last) and not is_reserved(mine, reserved)
+        own_range
+        for own_range in list_our_ranges(facts.settings)
+        if own_range.intersects(first, last) and not is_reserved(own_range, reserved)
     ]
     if hit:
         return report_warning(
@@ -158,14 +158,14 @@ def check_in_use(facts: HostFacts) -> Outcome:
         with suppress(OSError), open(path, encoding="ascii", errors="replace") as f:
             everybody += parse_listeners(f.read(32 << 20))
     agents, master, controller = list_our_ranges(facts.settings)
-    mine: set[int] = set()
+    own_sockets: set[int] = set()
     for process in facts.processes:
         if process.agent_of is not None or process.controller:
-            mine |= list_sockets(process.pid)
+            own_sockets |= list_sockets(process.pid)
     holders = {inode: p for p in facts.processes for inode in list_sockets(p.pid)} if facts.root else {}
     hits, unknown = [], False
     for listener in everybody:
-        if listener.inode in mine:
+        if listener.inode in own_sockets:
             continue
         if agents.intersects(listener.port, listener.port):
             # Another user's listener may well be an agent: only root can see that.
@@ -177,13 +177,13 @@ def check_in_use(facts: HostFacts) -> Outcome:
         elif listener.port == controller.first and CONTROLLER in facts.roles and _is_stranger(facts, listener):
             hits.append((listener, controller))
     if hits:
-        told = []
+        conflicts = []
         for listener, which in hits:
             holder = holders.get(listener.inode)
             who = f"{holder.name} (pid {holder.pid})" if holder else f"uid {listener.uid}"
-            told.append(f"{who} listens on {listener.port}, a port of {which}")
+            conflicts.append(f"{who} listens on {listener.port}, a port of {which}")
         return report_warning(
-            join_some(told),
+            join_some(conflicts),
             "no other program on gemini-hpc's ports",
             "move that program, or change the ports in gemini.toml",
         )

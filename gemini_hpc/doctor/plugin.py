@@ -121,8 +121,8 @@ def check_release(facts: HostFacts) -> Outcome:
 
 def check_run_dir(facts: HostFacts) -> Outcome:
     """Check that the plugin searches for the map where the prolog puts it."""
-    told = [a.partition("=")[2] for a in _require_plugin(facts).arguments if a.startswith("run_dir=")]
-    found, wanted = (told[-1] if told else DEFAULT_RUN_DIR), facts.settings.run_dir
+    run_dirs = [a.partition("=")[2] for a in _require_plugin(facts).arguments if a.startswith("run_dir=")]
+    found, wanted = (run_dirs[-1] if run_dirs else DEFAULT_RUN_DIR), facts.settings.run_dir
     strange = [a for a in _require_plugin(facts).arguments if not a.startswith("run_dir=")]
     if strange:
         text = f"the plugin refuses its argument {strange[0][:60]!r}"

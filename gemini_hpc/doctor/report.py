@@ -19,20 +19,20 @@ Document = dict[str, Any]
 
 
 def build_document(
-    findings: Sequence[Finding], here: Here, roles: Sequence[str], user: str, slurm: str, status: int, now: float
+    findings: Sequence[Finding], own_host: Here, roles: Sequence[str], user: str, slurm: str, status: int, now: float
 ) -> Document:
     """Return the document of schema 1, to which keys are only ever added. `status` is the exit status."""
     counts = Counter(f.status for f in findings)
     return {
         "schema": SCHEMA,
         "t": now,
-        "host": here.host,
+        "host": own_host.host,
         "roles": list(roles),
         "user": user,
         "version": __version__,
         "slurm": slurm,
-        "settings_sha256": here.settings_sha256,
-        "agents": here.agents,
+        "settings_sha256": own_host.settings_sha256,
+        "agents": own_host.agents,
         "status": status,
         "counts": {word: counts[word] for word in STATUSES},
         "checks": [asdict(f) for f in findings],

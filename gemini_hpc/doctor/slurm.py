@@ -65,12 +65,12 @@ def check_user(facts: HostFacts) -> Outcome:
             f'slurm_user = "{name}" in gemini.toml on all hosts, then start the controller again',
         )
     try:
-        here = pwd.getpwnam(name).pw_uid
+        local_uid = pwd.getpwnam(name).pw_uid
     except KeyError:
         return report_wrong(f"there is no user {name!r} here", f"{name} with uid {uid}", "make the user on this host")
-    if here != uid:
+    if local_uid != uid:
         return report_wrong(
-            f"{name} has uid {here} here and {uid} at slurmctld", "one uid everywhere", "change one of them"
+            f"{name} has uid {local_uid} here and {uid} at slurmctld", "one uid everywhere", "change one of them"
         )
     if uid == 0:
         return report_warning(

@@ -126,12 +126,15 @@ def _format_share(value: float) -> str:
 
 def build_gemini_15a() -> Figure:
     """Return GEMINI, Figure 15a."""
-    said = {0: ("", "", ""), 8: ("close to none failing", "", "")}
+    paper_values = {0: ("", "", ""), 8: ("close to none failing", "", "")}
     rows = tuple(
         FigureRow(f"{what}, {name}", published, _format_share(value))
         for what, values in _compute_ratios([(f"{n} failures a day", float(n)) for n in (0, 2, 4, 6, 8)])
         for name, value, published in zip(
-            ("GEMINI", "HighFreq", "Strawman"), values, said.get(int(what.split()[0]), ("", "", "")), strict=True
+            ("GEMINI", "HighFreq", "Strawman"),
+            values,
+            paper_values.get(int(what.split()[0]), ("", "", "")),
+            strict=True,
         )
     )
     return Figure("GEMINI, Figure 15a: share of the time that trains, 16 nodes", _TESTBED, rows)

@@ -182,11 +182,11 @@ class _Progress:
         self._log, self._logged = bytearray(saved["log"]), len(state.log_history)
         trainer.current_flos = saved["flos"]
         self.sums = saved["sums"]
-        here = self._list_callbacks()
+        callbacks = self._list_callbacks()
         for name, value in saved["callbacks"]:
-            at = next((k for k, (other, _) in enumerate(here) if other == name), None)
+            at = next((k for k, (other, _) in enumerate(callbacks) if other == name), None)
             if at is not None:
-                _restore(here.pop(at)[1], value)
+                _restore(callbacks.pop(at)[1], value)
 
     def _list_callbacks(self) -> list[tuple[str, Any]]:
         found = [*self._trainer.callback_handler.callbacks, self._trainer.control]

@@ -159,8 +159,8 @@ class StackSession:
                 raise Refusal(rank, word.decode(errors="replace"))
         return result[0]
 
-    def _gather_words(self, mine: bytes) -> list[bytes]:
-        return collectives.gather_bytes(mine, self._group) if self.world > 1 else [mine]
+    def _gather_words(self, word: bytes) -> list[bytes]:
+        return collectives.gather_bytes(word, self._group) if self.world > 1 else [word]
 
     # ---- saving ----------------------------------------------------------------------------------------
 
@@ -244,13 +244,13 @@ class StackSession:
         Raises:
             AgentLost, AgentRefused: The agent does not provide the memory.
         """
-        client, me = self._session.require_agent(), self._me
-        own = register(client, me, self._session.rank, self._session.node_rank, totals[self._session.rank])
+        client, identity = self._session.require_agent(), self._me
+        own = register(client, identity, self._session.rank, self._session.node_rank, totals[self._session.rank])
         try:
             own.populate()
             for rank in self._session.incoming:
-                keeper = Reserved(me, client, rank, self._session.homes[rank], self._session.gate)
-                keeper.start(register(client, me, rank, self._session.homes[rank], totals[rank], pushed=True))
+                keeper = Reserved(identity, client, rank, self._session.homes[rank], self._session.gate)
+                keeper.start(register(client, identity, rank, self._session.homes[rank], totals[rank], pushed=True))
                 self._reserved.append(keeper)
         except BaseException:
             own.close()
@@ -353,9 +353,9 @@ class StackSession:
             if self._session.rank == 0:
                 for line in welcome.lost:
                     self._session.say(f"memory could not serve: {line}")
-            mine = range(self._session.rank, welcome.chosen_world, self._session.world)
+            own_ranks = range(self._session.rank, welcome.chosen_world, self._session.world)
             try:
-                found = self._run_on_all(lambda: {rank: self._fetch(rank) for rank in mine})  # noqa: B023
+                found = self._run_on_all(lambda: {rank: self._fetch(rank) for rank in own_ranks})  # noqa: B023
                 break
             except Refusal as refusal:
                 if refusal.rank == self._session.rank:

@@ -300,7 +300,7 @@ class Launcher:
 
         Launchers do not restart ranks then.
         """
-        said, began = False, clock.monotonic()
+        reported, began = False, clock.monotonic()
         while not self._signals.was_asked_since(began) and clock.monotonic() < began + SUSPECT_S:
             verdict = ask_verdict(self._path)
             if verdict is not None and verdict.dead and not verdict.spared:
@@ -308,8 +308,8 @@ class Launcher:
                 return False
             if verdict is not None and not verdict.suspect and not verdict.dead:
                 return True
-            if not said:
-                said = True
+            if not reported:
+                reported = True
                 silent = () if verdict is None else verdict.dead or verdict.suspect
                 why = "the agent does not answer" if verdict is None else f"{', '.join(silent)[:200]} silent"
                 _say(f"rank {self._rank}: waiting before another attempt: {why}")
@@ -382,7 +382,7 @@ class Launcher:
         done: bool = False,
     ) -> local.LaunchState | None:
         """Report the rank's end to the agents; return the agent's answer, or None without a timely one."""
-        said = msgspec.structs.replace(
+        report = msgspec.structs.replace(
             self._build_request(end),
             failed=end.text if failed and end is not None else "",
             done=done,
@@ -390,7 +390,7 @@ class Launcher:
             given_up=bool(over) and given_up and self._most > 0,
             wait_s=0.0 if done or over else TOLD_S,
         )
-        return self._ask(said)
+        return self._ask(report)
 
     def _ask(self, message: local.LaunchRequest) -> local.LaunchState | None:
         """Send a request on a connection of its own; return None if no agent answers in time."""

@@ -55,12 +55,12 @@ def build_rank_environment(environ: Mapping[str, str], place: local.Place) -> di
     Raises:
         Uneven: The nodes have different numbers of tasks.
     """
-    here, local_rank = count_tasks_per_node(environ), parse_number(environ.get("SLURM_LOCALID", ""))
+    tasks_per_node, local_rank = count_tasks_per_node(environ), parse_number(environ.get("SLURM_LOCALID", ""))
     return {
-        "RANK": str(place.node_rank * here + local_rank),
-        "WORLD_SIZE": str(place.nodes * here),
+        "RANK": str(place.node_rank * tasks_per_node + local_rank),
+        "WORLD_SIZE": str(place.nodes * tasks_per_node),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(here),
+        "LOCAL_WORLD_SIZE": str(tasks_per_node),
         "MASTER_ADDR": place.master,
         "MASTER_PORT": str(ports.compute_step_port(place.port, parse_number(environ.get("SLURM_STEP_ID", "")))),
     }

@@ -35,7 +35,7 @@ def describe(
     raised = process.raised
     cause = raised if raised is not None else process.cause or Cause.CONSEQUENCE
     status = process.status if process.status and not process.killed else 1
-    words, told = (process.note.words if raised is not None else ""), describe_status(status)
+    words, status_text = (process.note.words if raised is not None else ""), describe_status(status)
     killed = status == 128 + signal.SIGKILL
     lacking = cause is not Cause.CONSEQUENCE and (killed or cause is Cause.RAISED) and memory.has_happened()
     detail = "; ".join(filter(None, (words, memory.describe_kill() if lacking else "")))
@@ -44,12 +44,12 @@ def describe(
     if lacking:
         kind = "memory"
     elif cause is Cause.RAISED:
-        kind = words or told
+        kind = words or status_text
     elif cause is not Cause.CONSEQUENCE and not killed and not spares:
-        kind = f"{words or told} of rank {rank}"
+        kind = f"{words or status_text} of rank {rank}"
     at = reached.step if reached is not None else "?"
     key = f"{kind} at step {at}" if kind and status != TRY_AGAIN_EXIT else ""  # then another version is loaded
-    text = f"rank {rank} ended with {told}{f' ({detail})' if detail else ''}"
+    text = f"rank {rank} ended with {status_text}{f' ({detail})' if detail else ''}"
     return End(text[:300], cause, rank, min(status, 255), host[:300], key[:300], lacking, clock.time())
 
 

@@ -43,25 +43,25 @@ class Witness:
             OSError: The fork or the pipe failed.
         """
         self._owner = os.getpid()
-        self._got, told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._got, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._seen: list[int] = []
         self._pid = os.fork()
         if self._pid == 0:
-            self._watch(self._owner, told)
-        os.close(told)
+            self._watch(self._owner, write_end)
+        os.close(write_end)
 
     @staticmethod
-    def _watch(parent: int, told: int) -> NoReturn:
+    def _watch(parent: int, write_end: int) -> NoReturn:
         """Run as the child, which keeps no descriptor of its parent except the pipe."""
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             for number in SENT:
-                signal.signal(number, lambda number, _: os.write(told, bytes([number])))
+                signal.signal(number, lambda number, _: os.write(write_end, bytes([number])))
             null = os.open(os.devnull, os.O_RDWR)
             for fd in range(3):
                 os.dup2(null, fd)
-            os.closerange(3, told)
-            os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
+            os.closerange(3, write_end)
+            os.closerange(write_end + 1, os.sysconf("SC_OPEN_MAX"))
             while os.getppid() == parent:
                 signal.pause()
         finally:

@@ -95,7 +95,7 @@ def plan(manifests: Sequence[ShardManifest]) -> list[Dataset]:
 
     found: dict[str, Dataset] = {}
     for manifest in manifests:
-        here = []
+        rank_datasets = []
         for row in manifest.rows:
             above = "tensors" if row.shared else f"ranks/{manifest.rank}"
             name = f"{above}/{format_link_name(row.key)}"
@@ -105,9 +105,9 @@ def plan(manifests: Sequence[ShardManifest]) -> list[Dataset]:
                     f"{row.key} is {row.shape} {row.dtype} on rank {manifest.rank}, "
                     f"{dataset.row.shape} {dataset.row.dtype} on one before"
                 )
-            here.append(dataset)
+            rank_datasets.append(dataset)
         for piece in manifest.pieces:
-            here[piece.row].boxes.setdefault((piece.offset, piece.size), manifest.rank)
+            rank_datasets[piece.row].boxes.setdefault((piece.offset, piece.size), manifest.rank)
     return list(found.values())
 
 
@@ -155,8 +155,8 @@ def _reserve_blocks(to: int, size: int) -> None:
     code = ctypes.get_errno()
     if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
         raise OSError(code, os.strerror(code))
-    there = os.fstatvfs(to)
-    if there.f_bavail * there.f_frsize < size:
+    file_system = os.fstatvfs(to)
+    if file_system.f_bavail * file_system.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(to, size)
 
@@ -205,7 +205,7 @@ def _write_values(file: Any, datasets: Sequence[Dataset], arrays: Arrays, rank: 
     """
     from gemini_hpc.tier import hdf5
 
-    mine = {(piece.row, piece.offset): values for piece, values in arrays.list_pieces()}
+    own_values = {(piece.row, piece.offset): values for piece, values in arrays.list_pieces()}
     numbers = {row.key: number for number, row in enumerate(arrays.manifest.rows)}
     failed: Exception | None = None
     for dataset in datasets:
@@ -213,7 +213,7 @@ def _write_values(file: Any, datasets: Sequence[Dataset], arrays: Arrays, rank: 
         together = not all(_is_one_stretch(size, dataset.row.shape) for _, size in dataset.boxes)
         if not offsets and not together:
             continue
-        values: Array | None = mine[numbers[dataset.row.key], offsets[0]] if offsets else None
+        values: Array | None = own_values[numbers[dataset.row.key], offsets[0]] if offsets else None
         try:
             hdf5.put_box(file[dataset.name].id, offsets[0] if offsets else (), values, together=together)
         except (OSError, RuntimeError, ValueError) as error:

@@ -132,20 +132,22 @@ class Arrays:
         row, have, sources = held.row, np.zeros(_find_shape(held), dtype=bool), []
         for saved in shards if row.shared else shards[: 1 if same else 0]:
             for piece in saved.manifest.pieces:
-                there = saved.manifest.rows[piece.row]
-                if there.key != row.key:
+                saved_row = saved.manifest.rows[piece.row]
+                if saved_row.key != row.key:
                     continue
-                if (there.shape, there.dtype, there.shared) != (row.shape, row.dtype, row.shared):
+                if (saved_row.shape, saved_row.dtype, saved_row.shared) != (row.shape, row.dtype, row.shared):
                     raise ValueError(
-                        f"{row.key} is {row.shape} {row.dtype}, was saved as {there.shape} {there.dtype}"
+                        f"{row.key} is {row.shape} {row.dtype}, was saved as {saved_row.shape} {saved_row.dtype}"
                     )
                 both = _intersect_boxes(held.offset, have.shape, piece.offset, piece.size)
                 if both is None or have[_build_slices(both, held.offset)].all():
                     continue
-                values = saved.view_piece(piece, held.array.dtype if there.dtype != "uint8" else np.dtype("uint8"))
-                here = _build_slices(both, held.offset)
-                have[here] = True
-                sources.append((here, values[_build_slices(both, piece.offset)]))
+                values = saved.view_piece(
+                    piece, held.array.dtype if saved_row.dtype != "uint8" else np.dtype("uint8")
+                )
+                place = _build_slices(both, held.offset)
+                have[place] = True
+                sources.append((place, values[_build_slices(both, piece.offset)]))
         if not have.all():
             where = (
                 "" if same or row.shared else " (the array is not a Part: only as many ranks as saved it can load it)"

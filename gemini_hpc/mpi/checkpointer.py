@@ -402,18 +402,18 @@ class Checkpointer:
             )
             self._wake.notify_all()
 
-    def _report_arrival(self, rank: int, told: str) -> None:
+    def _report_arrival(self, rank: int, digest: str) -> None:
         """Report another rank's shard that is complete in its slot. The agent reads it before it counts the copy."""
-        self._report_landed(rank, self._begun[rank], told)
+        self._report_landed(rank, self._begun[rank], digest)
 
-    def _report_landed(self, rank: int, index: int, told: str) -> bool:
-        """Return whether the agent takes this version, whose digest is `told`; "": the agent makes it."""
+    def _report_landed(self, rank: int, index: int, digest: str) -> bool:
+        """Return whether the agent takes this version, with this digest; "": the agent makes it."""
         session, used = self._session, self._used[rank]
         assert session.client is not None
         slot = self._get_shard(rank).slots[index]
-        slot.content = Content(session.epoch, self._last, used, told)
+        slot.content = Content(session.epoch, self._last, used, digest)
         message = local.Landed(
-            training=session.name, rank=rank, version=self._last, slot=index, used=used, digest=told
+            training=session.name, rank=rank, version=self._last, slot=index, used=used, digest=digest
         )
         try:
             session.client.request(message)
@@ -438,8 +438,8 @@ class Checkpointer:
         try:
             over = self._finish_exchange(self._exchange, began, most_s)
             left_s = max(0.0, most_s - (clock.monotonic() - began))
-            there = over and gate.wait(self._last, lambda: False, patience_s=left_s)
-            if not there and patience_s is not None and not gate.degraded:
+            sealed = over and gate.wait(self._last, lambda: False, patience_s=left_s)
+            if not sealed and patience_s is not None and not gate.degraded:
                 gate.record_miss(self._last)
             return over
         finally:

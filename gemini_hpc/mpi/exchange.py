@@ -97,11 +97,11 @@ class Exchange:
 
     def _send_digest(self) -> bool:
         """Send the digest to all targets once it is known; return whether that has happened now."""
-        told = self._digest() if self._owed else ""
-        if not told:
+        digest = self._digest() if self._owed else ""
+        if not digest:
             return False
         for stream in self._owed:
-            stream.digest = bytearray(told.encode())
+            stream.digest = bytearray(digest.encode())
             self._add(stream, stream.post_digest())
         self._owed = []
         return True

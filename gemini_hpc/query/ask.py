@@ -143,8 +143,8 @@ def describe_answer(job: int, answer: inspect_schema.JobAnswer, asked: str, now:
     """Return the inspect document of an answer that came from `asked`: "controller" or "agents"."""
     from gemini_hpc.query.inspect_document import build_inspect_document
 
-    told = (answer.parts, answer.events, answer.slurm, answer.missing)
-    return build_inspect_document(job, *told, asked, now, answer.lemons)
+    reported = (answer.parts, answer.events, answer.slurm, answer.missing)
+    return build_inspect_document(job, *reported, asked, now, answer.lemons)
 
 
 def ask_agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
@@ -230,15 +230,15 @@ _NO_AGENTS = "the job has no nodes now, and the controller hears from none of it
 _AGAIN_S = 2.0  # seconds until the controller is queried again
 
 
-def flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
+def flush(settings: Settings, raw_id: int, on_report: Told) -> list[Flushing]:
     """Have the job's agents save the sealed versions to the tier; return the last report on each training.
 
-    `told` is called with every report. Raises `QueryError`.
+    `on_report` is called with every report. Raises `QueryError`.
     """
-    return asyncio.run(_flush(settings, raw_id, told))
+    return asyncio.run(_flush(settings, raw_id, on_report))
 
 
-async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
+async def _flush(settings: Settings, raw_id: int, on_report: Told) -> list[Flushing]:
     from gemini_hpc.slurm import SlurmError
 
     try:
@@ -249,7 +249,7 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
     left, silent, root = list(nodes), "", ""
     while left:
         left.remove(name := root if root in left else left[0])
-        over = await _flush_at(settings, raw_id, job.user_id, name, nodes[name].address, told)
+        over = await _flush_at(settings, raw_id, job.user_id, name, nodes[name].address, on_report)
         root = next((word.root for word in over if word.root), "")
         silent = silent or root
         if over and not root:
@@ -340,7 +340,9 @@ async def _find_former_nodes(settings: Settings, raw_id: int) -> dict[str, Node]
     return await Slurm().read_nodes(hosts) if hosts else {}
 
 
-async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: str, told: Told) -> list[Flushing]:
+async def _flush_at(
+    settings: Settings, job: int, uid: int, name: str, address: str, on_report: Told
+) -> list[Flushing]:
     """Return an agent's last reports, [] if it did not answer. Raises `QueryError`."""
     from gemini_hpc.wire.ports import list_candidates
 
@@ -363,7 +365,7 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
             async with asyncio.timeout(FLUSH_SILENT_S):
                 message = await link.receive()
             if isinstance(message, Flushing):
-                told(message)
+                on_report(message)
                 over += [message] if message.over else []
                 begun[message.training] = message
     except LinkClosed:  # the agent closes the connection after its last report

@@ -337,9 +337,9 @@ def _build_training(
     }
     order = ("recovering", "degraded", "arming", "protected", "finished")
     state = next((w for w in order if any(s.state == w for s in states)), "arming")
-    told = collect_traffic(name, parts)
+    traffic = collect_traffic(name, parts)
     paces = [s.pace for s in states if s.pace is not None]
-    interval = max((state.j for _, state in told.values()), default=1)
+    interval = max((state.j for _, state in traffic.values()), default=1)
     least_s = max((pace.stalled_s for pace in paces), default=0.0)
     if slurm.get("shrunk") and state in ("arming", "protected") and world > len(members):
         # Ranks of this launch were on nodes that the job has lost: no newer version will ever be sealed.
@@ -375,7 +375,7 @@ def _build_training(
         "tier": next((_build_tier(s.tier, now) for s in states if s.tier is not None), None),
         "traffic": [
             {"rank": rank, "host": host, **build_traffic_fields(state)}
-            for rank, (host, state) in sorted(told.items())
+            for rank, (host, state) in sorted(traffic.items())
             if rank < world
         ],
     }
@@ -444,8 +444,8 @@ def _build_holders(copies: Slots, sealed: Stamp | None, now: float) -> list[Docu
 
 def _list_suspects(log: Iterable[EventRecord]) -> set[str]:
     """Return the silent nodes; an agent's report carries the agent's host, and the silent node in its detail."""
-    told = [e for e in log if e.name == "detected"]
-    return {e.detail.partition(_SILENT)[0] if _SILENT in e.detail else e.host for e in told}
+    detections = [e for e in log if e.name == "detected"]
+    return {e.detail.partition(_SILENT)[0] if _SILENT in e.detail else e.host for e in detections}
 
 
 def _was_false_alarm(log: Sequence[EventRecord]) -> bool:

@@ -65,11 +65,11 @@ class Losses:
         copies = {rank: min(hosts) for rank, slots in self._by_rank.items() if (hosts := _find_holders(slots, stamp))}
         found = {}
         for rank in self._by_rank:
-            mine = {other: of for other, of in beside.items() if rank in of[1]}
-            stripes = {(tuple(sorted(of | {other})), blocks) for other, (_, of, blocks) in mine.items()}
+            covering = {other: of for other, of in beside.items() if rank in of[1]}
+            stripes = {(tuple(sorted(of | {other})), blocks) for other, (_, of, blocks) in covering.items()}
             if len(stripes) == 1:
                 [(stripe, blocks)] = stripes
-                parities = {other: host for other, (host, _, _) in mine.items()}
+                parities = {other: host for other, (host, _, _) in covering.items()}
                 if losses := _list_stripe_losses(stripe, blocks, rank, copies, parities):
                     found[rank] = losses
         return found

@@ -39,9 +39,9 @@ def format_end(d: Document, columns: int) -> list[str]:
         lines.append(f"last events (--json has all {len(d['events'])})" if len(d["events"]) > MAX_LAST else "events")
     for e in last:
         host = f" {e['host']}" if e["host"] else ""
-        said = format_detail(e)
+        detail = format_detail(e)
         lines += fold(
-            f"{e['name']}{host}{f': {said}' if said else ''}", columns, " " * 23, f"  {_format_time(e['t'])}  "
+            f"{e['name']}{host}{f': {detail}' if detail else ''}", columns, " " * 23, f"  {_format_time(e['t'])}  "
         )
     return lines
 
@@ -51,9 +51,9 @@ def format_recovery(r: Document, columns: int) -> list[str]:
     lines = [format_headline(r)]
     for e in r["events"]:
         host = f" {e['host']}" if e["host"] else ""
-        said = format_detail(e)
+        detail = format_detail(e)
         first = f"  +{e['after_s']:7.3f}  (+{e['gap_s']:.3f})  "
-        lines += fold(f"{e['name']}{host}{f': {said}' if said else ''}", columns, " " * 23, first)
+        lines += fold(f"{e['name']}{host}{f': {detail}' if detail else ''}", columns, " " * 23, first)
     return lines
 
 
@@ -72,12 +72,12 @@ def format_detail(e: Document) -> str:
     if not text.startswith("{"):
         return text
     try:
-        said = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
         return "(not readable)"
     # limits the size of the text, since an integer may have hundreds of digits
     numbers = {
-        k: v for k, v in said.items() if isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e15
+        k: v for k, v in fields.items() if isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e15
     }
     words = [f"rank {numbers['rank']:.0f}"] if "rank" in numbers else []
     for (before, _), (after, word) in pairwise(_MOMENTS):

@@ -54,7 +54,7 @@ def choose_ranks(parts: Sequence[InspectPart], name: str | None, rank: int | Non
     for found in names:
         ranks = collect_traffic(found, parts)
         if rank is not None:
-            ranks = {r: told for r, told in ranks.items() if r == rank}
+            ranks = {r: traffic for r, traffic in ranks.items() if r == rank}
         if ranks:
             worst = max(sorted(ranks), key=lambda r: _read_overhead(ranks[r][1]))
             wanted.append((ranks[worst][0], RecordAsk(found, worst)))
@@ -69,15 +69,17 @@ def combine_answers(parts: Sequence[InspectPart], recorded: Iterable[Recorded]) 
     """Return the recorded answers, combined with the states that were reported before them."""
     found = []
     for answer in recorded:
-        told = collect_traffic(answer.ask.training, parts).get(answer.ask.rank)
-        if told is None:
+        traffic = collect_traffic(answer.ask.training, parts).get(answer.ask.rank)
+        if traffic is None:
             continue
         record = answer.record
         timeline, series = (record.timeline, record.series) if record is not None else (None, ())
         series = tuple(sorted(series, key=lambda point: point.t))
         name = answer.ask.training
         saved = _find_newest_save(name, parts)
-        found.append(Shown(name, answer.ask.rank, answer.host, told[1], timeline, series, *saved, _list_marks(parts)))
+        found.append(
+            Shown(name, answer.ask.rank, answer.host, traffic[1], timeline, series, *saved, _list_marks(parts))
+        )
     return found
 
 

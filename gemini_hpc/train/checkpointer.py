@@ -132,9 +132,9 @@ class Checkpointer:
         self._engine.frozen = self._gate.freeze_optimizers
         uncaptured = Uncaptured(tree, self._not_given)
         self._versions = Versions(session, self._engine, self._gate, tree, meetings, uncaptured, scaler, audit)
-        told: list[str] = []
+        findings: list[str] = []
         if session.path:
-            told = uncaptured.find()
+            findings = uncaptured.find()
             try:
                 tree.pack_small({}, [], session.world)  # report state that cannot be captured now, not at step 1
             except UnknownTypeError as error:
@@ -142,7 +142,7 @@ class Checkpointer:
             except Exception as error:  # e.g. the user's own state_dict() fails, but may work at step 1
                 session.record_finding(f"the state could not be read yet: {type(error).__name__}: {error}")
         meetings.meet("Checkpointer()")
-        session.join(self._explain_unprotected(), told)
+        session.join(self._explain_unprotected(), findings)
         self._engine.connect()
         self._restorer = Restorer(
             session,
@@ -435,7 +435,7 @@ class Checkpointer:
         }
 
 
-def _on_exit(me: weakref.ref[Checkpointer]) -> None:
-    checkpointer = me()
+def _on_exit(reference: weakref.ref[Checkpointer]) -> None:
+    checkpointer = reference()
     if checkpointer is not None:
         checkpointer._end_at_exit()

@@ -184,16 +184,16 @@ class SaveEngine:
         """
         session, plan, transport = self._session, first.plan, self.transport
         assert session.client is not None
-        me = RankIdentity(session.name, session.rank, session.world, session.node_rank, session.epoch)
+        identity = RankIdentity(session.name, session.rank, session.world, session.node_rank, session.epoch)
         replicates: Callable[..., Replicator] = Replicator
         outboxes: Mapping[int, Outbox] = {}
         if (over := self._over) is not None:
-            self.driver = over.drive(self._traffic, me, plan.capture, self.pacer)
+            self.driver = over.drive(self._traffic, identity, plan.capture, self.pacer)
             replicates, outboxes = over.replicator, over.build_outboxes()
         elif transport is not None:
             outboxes = {rank: transport.build_outbox(rank) for rank in session.outgoing}
         self.replicator = replicates(
-            me,
+            identity,
             session.client,
             plan,
             dict(outboxes),
@@ -209,14 +209,17 @@ class SaveEngine:
             self.planning.allow_replanning(first.gathered, plan.alone)
         self.controller = self._create_controller(plan, self.replicator)
         if session.redundancy.parity:
-            blocks, others = session.redundancy.parity, session.targets[me.rank]
-            self._parity = StripeParity(me, session.client, others, session.homes, blocks, lambda: session.version)
+            blocks, others = session.redundancy.parity, session.targets[identity.rank]
+            self._parity = StripeParity(
+                identity, session.client, others, session.homes, blocks, lambda: session.version
+            )
             session.on_rejoin.append(self._parity.register_anew)
         elif over is not None:
-            self.receivers = [*over.build_receivers(me)]
+            self.receivers = [*over.build_receivers(identity)]
         elif transport is not None:
             reserved = [
-                Reserved(me, session.client, rank, session.homes[rank], session.gate) for rank in session.incoming
+                Reserved(identity, session.client, rank, session.homes[rank], session.gate)
+                for rank in session.incoming
             ]
             self.receivers = [*reserved]
             self.replicator.adopt_replicas(
@@ -226,7 +229,9 @@ class SaveEngine:
                 ]
             )
         if plan.live and self.frozen is not None and self.driver is None:
-            self._rescuer = Rescuer(me, session.client, self.frozen, self._hurry_copy, self._get_own_and_capture)
+            self._rescuer = Rescuer(
+                identity, session.client, self.frozen, self._hurry_copy, self._get_own_and_capture
+            )
         self._report_live_nodes(plan)
         if session.welcome.replicas == 1 and len(set(session.homes)) > 1:
             session.say_once(_ONE_LIVES if self._rescuer is not None else _ONE_ALONE)
@@ -234,7 +239,7 @@ class SaveEngine:
             keepers = {r.rank: r for r in self.receivers}
             self.driver.open({session.rank: self.replicator, **keepers})
         self._arming = threading.Thread(
-            target=self._reserve, args=(me, plan.layout.total, first.totals), name="gemini-arming", daemon=True
+            target=self._reserve, args=(identity, plan.layout.total, first.totals), name="gemini-arming", daemon=True
         )
         self._arming.start()
 
@@ -247,9 +252,9 @@ class SaveEngine:
 
         def report_refusal(reason: str) -> None:
             slow = f"copies from the device are slow, because they pass through other memory: {reason}"
-            told = f"rank {self._session.rank}: {slow}"
-            self._session.record_finding(told)
-            self._session.say(told)
+            message = f"rank {self._session.rank}: {slow}"
+            self._session.record_finding(message)
+            self._session.say(message)
 
         return Pins(pin, report_refusal) if pin is not None else None
 
@@ -356,7 +361,7 @@ class SaveEngine:
 
     # ---- memory ----------------------------------------------------------------------------------------
 
-    def _reserve(self, me: RankIdentity, own_bytes: int, totals: list[int]) -> None:
+    def _reserve(self, identity: RankIdentity, own_bytes: int, totals: list[int]) -> None:
         """Reserve and map the memory of all shards that this rank fills. Runs in the background.
 
         The slots that no version fills at first are mapped last, when the training is protected already.
@@ -377,14 +382,14 @@ class SaveEngine:
 
         try:
             try:
-                shards = [add(register(session.client, me, me.rank, me.node_rank, own_bytes))]
+                shards = [add(register(session.client, identity, identity.rank, identity.node_rank, own_bytes))]
                 if self._parity is not None:
                     self._parity.reserve(totals)
                 for receiver in self.receivers:
                     if session.ending:
                         return
                     rank, pushed = receiver.rank, isinstance(receiver, Reserved)
-                    shard = register(session.client, me, rank, session.homes[rank], totals[rank], pushed=pushed)
+                    shard = register(session.client, identity, rank, session.homes[rank], totals[rank], pushed=pushed)
                     shards.append(add(shard))
             finally:
                 mappings.wait()

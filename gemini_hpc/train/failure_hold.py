@@ -45,13 +45,13 @@ def wait_for_verdict(
     started = clock()
     until = started + hold_s
     alive_since: float | None = None
-    told = False
+    reported = False
     while (now := clock()) < until:
         verdict = ask()
         if verdict is not None and (verdict.dead or verdict.suspect):
             alive_since = None
-            if verdict.dead and not told:
-                told = True
+            if verdict.dead and not reported:
+                reported = True
                 until = now + hold_s
                 say(f"node {', '.join(verdict.dead)} is dead: waiting up to {hold_s:g} s for Slurm's requeue")
         elif verdict is not None:

@@ -105,19 +105,19 @@ class Meetings:
             key: The store's key of the call.
             posted: The other ranks can already see that this rank is there.
         """
-        over, there = threading.Event(), threading.Event()
-        args = (call, key, posted, over, there)
+        over, all_arrived = threading.Event(), threading.Event()
+        args = (call, key, posted, over, all_arrived)
         thread = threading.Thread(target=self._report_absent, args=args, name="gemini-meeting", daemon=True)
         thread.start()
         try:
             yield
-            there.set()
+            all_arrived.set()
         finally:
             over.set()
             thread.join(_POST_S)
 
     def _report_absent(
-        self, call: str, key: str, posted: bool, over: threading.Event, there: threading.Event
+        self, call: str, key: str, posted: bool, over: threading.Event, all_arrived: threading.Event
     ) -> None:
         store, began = self._store, clock.monotonic()
         assert store is not None
@@ -133,14 +133,14 @@ class Meetings:
             return
         if not late or over.is_set():
             return
-        here = [rank for rank in range(self._world) if rank not in late]
+        present_ranks = [rank for rank in range(self._world) if rank not in late]
         self._say(
-            f"{_name_ranks(here)} {'has' if len(here) == 1 else 'have'} waited {TELL_S:g} s in {call} for "
-            f"{_name_ranks(late)}: the training stands still until all ranks have called it. Call it on every rank; "
-            "where only some ranks train, make the Checkpointer on those, with process_group="
+            f"{_name_ranks(present_ranks)} {'has' if len(present_ranks) == 1 else 'have'} waited {TELL_S:g} s "
+            f"in {call} for {_name_ranks(late)}: the training stands still until all ranks have called it. "
+            "Call it on every rank; where only some ranks train, make the Checkpointer on those, with process_group="
         )
         over.wait()
-        if there.is_set():
+        if all_arrived.is_set():
             self._say(f"all ranks are in {call} now, after {clock.monotonic() - began:.0f} s")
 
     def _list_late(self, store: Store, key: str) -> list[int]:

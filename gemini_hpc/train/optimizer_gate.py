@@ -323,9 +323,9 @@ class OptimizerGate:
             self._foreign.clear()
         known = self._foreign.get(optimizer)
         if known is None:
-            mine = {id(p.tensor) for p in self._tree.params}
+            param_ids = {id(p.tensor) for p in self._tree.params}
             given = self._not_given.has(optimizer)
-            known = given or any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+            known = given or any(id(p) in param_ids for group in optimizer.param_groups for p in group["params"])
             self._foreign[optimizer] = known
             if not given and not self._not_given.has_anywhere(optimizer):
                 self._report_not_given(optimizer)
@@ -342,10 +342,13 @@ class OptimizerGate:
 
 
 def _on_step(
-    me: weakref.ref[OptimizerGate], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    reference: weakref.ref[OptimizerGate],
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the optimizer's changed arguments, or None to leave them unchanged."""
-    gate = me()
+    gate = reference()
     if gate is None or gate.forked:
         return None
     closure: Callable[[], Any] | None = kwargs.get("closure")

@@ -145,8 +145,10 @@ class Planning:
                 ready = False
             except Exception as error:
                 failure = error
-        told = uncaptured.pop_sentences()
-        offers = self._exchange_offers(_Offer(ready=ready, entries=draft.shared if ready else [], told=told), failure)
+        sentences = uncaptured.pop_sentences()
+        offers = self._exchange_offers(
+            _Offer(ready=ready, entries=draft.shared if ready else [], told=sentences), failure
+        )
         self._session.say_shared([o.told for o in offers])
         if not all(o.ready for o in offers):
             return None

@@ -119,13 +119,13 @@ class Restorer:
         own = next((s for s in shards if s.manifest.rank == session.rank), shards[session.rank % len(shards)])
         small = restore.load(self._tree, own, shards, session.rank, welcome.chosen_world == session.world)
         session.version = self.resumed_at = welcome.chosen_version
-        mine = own.manifest.rank == session.rank
+        is_own = own.manifest.rank == session.rank
         self.found = Resumed(
             (welcome.chosen_epoch, welcome.chosen_version),
-            own.header.layout.small_capacity if mine else 0,
+            own.header.layout.small_capacity if is_own else 0,
             self._own_copy,
         )
-        if mine:
+        if is_own:
             self._set_generators(small["rng"])
         session.report_resumed(began, fetched, len(shards))
         session.report_closed()

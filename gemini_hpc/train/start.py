@@ -294,6 +294,6 @@ def _fill_part(tensor: torch.Tensor, saved: torch.Tensor) -> None:
         size, offset = compute_local_box(tensor)
         for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
             saved = saved.narrow(dim, start, length)
-    here = get_local(tensor)
-    if here.numel():
-        here.detach().copy_(saved)
+    local_tensor = get_local(tensor)
+    if local_tensor.numel():
+        local_tensor.detach().copy_(saved)

@@ -85,15 +85,15 @@ class PieceDigests:
         left_out: set[int] = set()
         for at, tensor in placed:
             end = at + tensor.nbytes
-            here = tensor.device == device
-            in_place = here and tensor.data_ptr() % _WORD_BYTES == 0
+            on_device = tensor.device == device
+            in_place = on_device and tensor.data_ptr() % _WORD_BYTES == 0
             plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
             if not plain or (tensor.nbytes > BLOCK_BYTES and not in_place):
                 left_out.update(range(at // PIECE_BYTES, -(-end // PIECE_BYTES)))
                 continue
             line = tensor.detach().reshape(-1).view(torch.uint8)
             first, last = -(-at // BLOCK_BYTES), end // BLOCK_BYTES
-            if first >= last or not here:
+            if first >= last or not on_device:
                 parts.append((at, line))
                 continue
             head, tail = first * BLOCK_BYTES - at, last * BLOCK_BYTES - at

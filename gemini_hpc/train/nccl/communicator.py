@@ -50,13 +50,13 @@ class NcclCommunicator:
         Raises:
             Broken: If NCCL fails or takes longer than `timeout_s` seconds.
         """
-        told = UniqueId.from_buffer_copy(unique_id)
+        id_struct = UniqueId.from_buffer_copy(unique_id)
         with self._lock:
             self._library.call(
                 "ncclCommInitRankConfig",
                 ctypes.byref(self._comm),
                 self._world,
-                told,
+                id_struct,
                 self._rank,
                 ctypes.byref(build_config(MOST_CTAS)),
             )

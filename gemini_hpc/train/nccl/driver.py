@@ -80,7 +80,7 @@ class Driver:
         self,
         joined: Joined,
         traffic: Traffic,
-        me: RankIdentity,
+        identity: RankIdentity,
         client: AgentClient,
         capture: Capture,
         gate: SealGate,
@@ -93,7 +93,7 @@ class Driver:
         Args:
             joined: The rank's end of the communicator.
             traffic: The user's settings.
-            me: The rank's identity.
+            identity: The rank's identity.
             client: Connection to the agent.
             capture: Captures of the training's state.
             gate: Waits for seals.
@@ -101,7 +101,7 @@ class Driver:
             say: Prints a line for the user.
             broken: Called where this rank's shards can no longer be protected at all, with the reason.
         """
-        self._joined, self._traffic, self._me = joined, traffic, me
+        self._joined, self._traffic, self._me = joined, traffic, identity
         self._capture, self._gate, self._pacer = capture, gate, pacer
         self._say, self._broken = say, broken
         self._device, links = joined.device, joined.links
@@ -110,14 +110,14 @@ class Driver:
         self._exchange = Exchange(
             self._device,
             joined.communicator,
-            me.rank,
+            identity.rank,
             links,
             traffic.buffers,
             traffic.device_chunk_bytes,
             self._progress,
         )
         self._own = OwnCopy(self._device, self._exchange.copies)
-        self.desk = SlotPrefetch(me, client, gate, self.locate_area, joined.platform.pin, self._on_unpinned)
+        self.desk = SlotPrefetch(identity, client, gate, self.locate_area, joined.platform.pin, self._on_unpinned)
         self._zeros = self._device.allocate_buffer(TENSOR_ALIGN_BYTES).zero_()
         self._watch: CollectiveMonitor | None = None
         self._active = False
@@ -434,6 +434,6 @@ class Driver:
 
     def _announce_end(self, reason: str) -> None:
         """Tell the user once that copies leave NCCL."""
-        told, self._told = self._told, True
-        if not told:
+        was_announced, self._told = self._told, True
+        if not was_announced:
             self._say(f"rank {self._me.rank}: copies go over gloo from here on, not over NCCL: {reason}")

@@ -43,8 +43,8 @@ def join(
         within: Process group of the ranks; None: the default group.
     """
 
-    def exchange_proposals(mine: Proposal) -> list[Proposal]:
-        return [msgspec.msgpack.decode(word, type=Proposal) for word in all_ranks(msgspec.msgpack.encode(mine))]
+    def exchange_proposals(proposal: Proposal) -> list[Proposal]:
+        return [msgspec.msgpack.decode(word, type=Proposal) for word in all_ranks(msgspec.msgpack.encode(proposal))]
 
     joined, reason = negotiate(session.rank, tensors, layout, session.targets, exchange_proposals)
     return (OverNccl(session, joined, GlooLinks(within)), "") if joined is not None else (None, reason)
@@ -58,14 +58,14 @@ class OverNccl:
     def __init__(self, session: RankSession, joined: Joined, links: GlooLinks) -> None:
         self._session, self._joined, self._links = session, joined, links
 
-    def drive(self, traffic: Traffic, me: RankIdentity, capture: Capture, pacer: Pacer) -> Driver:
+    def drive(self, traffic: Traffic, identity: RankIdentity, capture: Capture, pacer: Pacer) -> Driver:
         """Create the driver; called once."""
         session = self._session
         assert session.client is not None
         self.driver = Driver(
             self._joined,
             traffic,
-            me,
+            identity,
             session.client,
             capture,
             session.gate,
@@ -84,13 +84,13 @@ class OverNccl:
         """Return the factory that replaces `Replicator`."""
         return partial(StreamedReplicator, driver=self.driver)
 
-    def build_receivers(self, me: RankIdentity) -> list[StreamedReceiver]:
+    def build_receivers(self, identity: RankIdentity) -> list[StreamedReceiver]:
         """Create the receivers of the shards that this rank holds for other ranks."""
         session = self._session
         assert session.client is not None
         return [
             StreamedReceiver(
-                me,
+                identity,
                 session.client,
                 self._links.build_inbox(rank),
                 rank,

@@ -73,10 +73,10 @@ class CudaPlatform:
             return "there is no CUDA device here"
         devices = {tensor.device for tensor in tensors}
         self._index = torch.cuda.current_device()
-        here = torch.device("cuda", self._index)
-        if devices - {here}:
-            others = ", ".join(sorted(map(str, devices - {here})))
-            return f"training state is on {others}; all of it must be on the current device, {here}"
+        current_device = torch.device("cuda", self._index)
+        if devices - {current_device}:
+            others = ", ".join(sorted(map(str, devices - {current_device})))
+            return f"training state is on {others}; all of it must be on the current device, {current_device}"
         if "nccl" not in str(dist.get_backend_config()):
             return "the training's default process group is not of NCCL"
         self._library, missing = capability_check.load_library()

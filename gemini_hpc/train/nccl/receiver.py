@@ -23,7 +23,7 @@ class Receiver(TensorShardOwner):
 
     def __init__(
         self,
-        me: RankIdentity,
+        identity: RankIdentity,
         client: AgentClient,
         inbox: MessageInbox,
         rank: int,
@@ -36,7 +36,7 @@ class Receiver(TensorShardOwner):
         """Create a receiver; `start` starts its thread.
 
         Args:
-            me: This rank's identity.
+            identity: This rank's identity.
             client: Connection to the agent.
             inbox: Link from the rank.
             rank: The training rank whose shard is received.
@@ -46,7 +46,7 @@ class Receiver(TensorShardOwner):
             say: Reports (event, version, text).
         """
         super().__init__()
-        self._me, self._client, self._inbox, self.rank, self._home = me, client, inbox, rank, home
+        self._me, self._client, self._inbox, self.rank, self._home = identity, client, inbox, rank, home
         self._gate, self._patience_s, self._say = gate, seal_timeout_s, say
         self.landed = 0
         self._thread = threading.Thread(target=self._run, name=f"gemini-receiver-{rank}", daemon=True)

@@ -87,7 +87,7 @@ class SlotPrefetch:
 
     def __init__(
         self,
-        me: RankIdentity,
+        identity: RankIdentity,
         client: AgentClient,
         gate: SealGate,
         area: Callable[[int], tuple[int, int]],
@@ -97,14 +97,14 @@ class SlotPrefetch:
         """Create a prefetcher; `open` starts its thread.
 
         Args:
-            me: The rank's identity.
+            identity: The rank's identity.
             client: Connection to the agent.
             gate: Waits for seals.
             area: Returns offset and size in bytes of the tensor area of a rank's shard.
             pin: Pins memory.
             unpinned: Called once, with the reason, if memory cannot be pinned.
         """
-        self._me, self._client, self._gate, self._area = me, client, gate, area
+        self._me, self._client, self._gate, self._area = identity, client, gate, area
         self._keepers: dict[int, TensorShardOwner] = {}
         self._shards: dict[int, _PrefetchedShard] = {}
         self._pins = Pins(pin, unpinned)

@@ -42,18 +42,18 @@ class StreamedReplicator(Replicator):
 
     def _save(self, job: CaptureJob) -> None:
         carried = self._driver.pop_carried(job.version)
-        desk, me = self._driver.desk, self._me.rank
+        desk, own_rank = self._driver.desk, self._me.rank
         try:
             if carried is not None:
                 self._finish(job, carried)
             elif job.streamed:
                 self._skip(job, self._explain_lack(job))
-            elif desk.wait_until_quiet(me, QUIET_S):
+            elif desk.wait_until_quiet(own_rank, QUIET_S):
                 super()._save(job)
             else:
                 self._skip(job, "the device has not finished an earlier copy into this rank's own slot")
         finally:
-            desk.record_end(me, job.version)
+            desk.record_end(own_rank, job.version)
 
     def _explain_lack(self, job: CaptureJob) -> str:
         """Return the reason why this rank has nothing of a version that the others send over NCCL."""
@@ -120,7 +120,7 @@ class StreamedReplicator(Replicator):
         layout = self._layout
         sizes = tuple(n for n in (layout.tensor_offset, used - layout.tensor_offset - layout.tensor_bytes) if n)
         head = Head(version, used, layout.total, sizes, (layout.tensor_offset, layout.tensor_bytes))
-        told = digest_bytes(slot.view()[:used])
+        digest = digest_bytes(slot.view()[:used])
         self._refused, self._bereaved = None, False
         for rank, box in list(self._outboxes.items()):
             assert isinstance(box, MessageOutbox)
@@ -139,11 +139,11 @@ class StreamedReplicator(Replicator):
                 ]
                 for sent in pending:
                     sent.wait()
-                box.finish(told)
+                box.finish(digest)
             except LinkBroken as error:
                 self._drop_link(rank, error, version)
             self._pacer.record_progress()
-        return told
+        return digest
 
     def stop(self, timeout_s: float) -> bool:
         """Finish as `Replicator.stop` does, and end the thread that waits for acknowledgements."""
@@ -159,7 +159,7 @@ class StreamedReplicator(Replicator):
     def _send_all(self, version: int, slot: TensorSlot, used: int) -> str:
         """Send a version whose tensors do not go over NCCL, in chunks of announced sizes. Return its digest."""
         pacer, outstanding, accepting = self._pacer, self._outstanding, self._offer_to_holders(version, used)
-        told = digest_bytes(slot.view()[:used])
+        digest = digest_bytes(slot.view()[:used])
         for replica, rank, box in accepting:
             assert isinstance(box, MessageOutbox)
             at = 0
@@ -171,12 +171,12 @@ class StreamedReplicator(Replicator):
                     at += size
                 self._count_sent(used)
                 outstanding.wait_for_room(1)
-                box.finish(told)
+                box.finish(digest)
             except LinkBroken as error:
                 outstanding.drain()
                 self._drop_link(rank, error, version)
             pacer.record_progress()
-        return told
+        return digest
 
 
 class StreamedReceiver(Receiver):

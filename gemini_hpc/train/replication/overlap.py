@@ -63,11 +63,13 @@ def _match_piece(
     manifest: shard_manifest.ShardManifest, piece: shard_manifest.Piece, layout: SlotLayout, own: Mapping[str, Own]
 ) -> Piece | None:
     row = manifest.rows[piece.row]
-    mine = own.get(row.key)
-    if mine is None or not row.shared or (row.shape, row.dtype) != (mine.entry.shape, mine.dtype):
+    own_tensor = own.get(row.key)
+    if own_tensor is None or not row.shared or (row.shape, row.dtype) != (own_tensor.entry.shape, own_tensor.dtype):
         return None
-    offset = tuple(a - b for a, b in zip(piece.offset, mine.entry.offset, strict=True))
-    inside = all(a >= 0 and a + n <= most for a, n, most in zip(offset, piece.size, mine.entry.size, strict=True))
+    offset = tuple(a - b for a, b in zip(piece.offset, own_tensor.entry.offset, strict=True))
+    inside = all(
+        a >= 0 and a + n <= most for a, n, most in zip(offset, piece.size, own_tensor.entry.size, strict=True)
+    )
     at = layout.tensor_offset + piece.at
     return Piece(row.key, offset, piece.size, at, at + manifest.count_bytes(piece)) if inside else None
 

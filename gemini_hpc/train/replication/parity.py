@@ -17,7 +17,7 @@ class StripeParity:
 
     def __init__(
         self,
-        me: RankIdentity,
+        identity: RankIdentity,
         client: AgentClient,
         others: Sequence[int],
         homes: Sequence[int],
@@ -27,14 +27,14 @@ class StripeParity:
         """Create the parity; `reserve` has the agent take the memory.
 
         Args:
-            me: This rank.
+            identity: This rank.
             client: The connection to the agent.
             others: The other ranks of the stripe.
             homes: Node rank of every rank.
             blocks: Number of parity blocks in each row of the stripe.
             step: Returns the number of steps that this rank has completed.
         """
-        self._me, self._client, self._blocks, self._step = me, client, blocks, step
+        self._me, self._client, self._blocks, self._step = identity, client, blocks, step
         self._others = tuple((rank, homes[rank]) for rank in sorted(others))
         self._bytes = 0
 
@@ -65,12 +65,12 @@ class StripeParity:
             exchange(self._build_registration(passed=self._step() + 1))
 
     def _build_registration(self, passed: int = 0) -> local.Register:
-        me = self._me
+        identity = self._me
         return local.Register(
-            training=me.training,
-            rank=me.rank,
-            world=me.world,
-            home=me.node_rank,
+            training=identity.training,
+            rank=identity.rank,
+            world=identity.world,
+            home=identity.node_rank,
             bytes=self._bytes,
             of=self._others,
             passed=passed,

@@ -21,13 +21,13 @@ class RankIdentity:
 
 
 def register(
-    client: AgentClient, me: RankIdentity, rank: int, home: int, total_bytes: int, *, pushed: bool = False
+    client: AgentClient, identity: RankIdentity, rank: int, home: int, total_bytes: int, *, pushed: bool = False
 ) -> TensorShard:
     """Ask the agent for a shard's slots and map them.
 
     Args:
         client: The connection to the agent.
-        me: This rank.
+        identity: This rank.
         rank: The rank whose shard it is.
         home: Node rank of the shard's home.
         total_bytes: Size of a slot. 0 with `pushed`: as large as the slots are now.
@@ -38,9 +38,11 @@ def register(
         AgentRefused: The agent refuses, or answers with other slots than those wanted.
     """
     reply, fds = client.request(
-        local.Register(training=me.training, rank=rank, world=me.world, home=home, bytes=total_bytes, pushed=pushed),
+        local.Register(
+            training=identity.training, rank=rank, world=identity.world, home=home, bytes=total_bytes, pushed=pushed
+        ),
         timeout_s=120.0,
     )
     if not isinstance(reply, local.Slots) or reply.bytes != (total_bytes or reply.bytes):
         raise AgentRefused(f"the agent answered a registration of {total_bytes} bytes with {reply}")
-    return TensorShard(rank, me.world, home, reply.bytes, fds, pushed=pushed)
+    return TensorShard(rank, identity.world, home, reply.bytes, fds, pushed=pushed)

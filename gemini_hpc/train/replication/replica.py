@@ -168,8 +168,8 @@ class Replica:
                     shard.populate()
                     self._pin(shard)
                 self._shard, self._eager, self._pairs = shard, len(capture.eager_since), {}
-                here = overlap.find_pieces(manifest, layout, self._own)
-                self._pieces = [piece for piece in here if piece.key not in capture.eager_since]
+                pieces = overlap.find_pieces(manifest, layout, self._own)
+                self._pieces = [piece for piece in pieces if piece.key not in capture.eager_since]
                 self._places = choose_largest(merge_ranges(((p.at, p.end) for p in self._pieces), overlap.GAP_BYTES))
                 return bool(self._pieces)
         return False

@@ -48,7 +48,7 @@ class Replicator(TensorShardOwner):
 
     def __init__(
         self,
-        me: RankIdentity,
+        identity: RankIdentity,
         client: AgentClient,
         plan: Plan,
         outboxes: dict[int, Outbox],
@@ -64,7 +64,7 @@ class Replicator(TensorShardOwner):
         """Create the thread; `start` starts it.
 
         Args:
-            me: This rank.
+            identity: This rank.
             client: The connection to the agent.
             plan: Capture, manifest and layout of this rank's shard.
             outboxes: Links to the other holders, by rank.
@@ -77,7 +77,7 @@ class Replicator(TensorShardOwner):
             pins: Pins the own slots for copies from a device.
         """
         super().__init__()
-        self._me, self._client, self._outboxes, self._gate = me, client, outboxes, gate
+        self._me, self._client, self._outboxes, self._gate = identity, client, outboxes, gate
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
         self._pacer, self._max_repeated = pacer, max_repeated
         self._say, self._broken, self._catch_up = say, broken, catch_up
@@ -289,7 +289,7 @@ class Replicator(TensorShardOwner):
             self._pacer.record_wait()
         self.counters.copy_s += clock.monotonic() - began
         began = job.copied_at = clock.monotonic()
-        told = self._send_to_holders(job.version, slot, used)
+        digest = self._send_to_holders(job.version, slot, used)
         job.arrived_at = clock.monotonic()
         self.counters.send_s += job.arrived_at - began
         if self._refused is not None:
@@ -297,7 +297,7 @@ class Replicator(TensorShardOwner):
             # will never arrive. A copy completed here could never be abandoned, and no later version could begin.
             self._abort_version(job, slot_index)
             return self._give_up(job, self._refused, bereaved=self._bereaved)
-        slot.content = Content(self._me.epoch, job.version, used, told)  # digest "": the commit record will have it
+        slot.content = Content(self._me.epoch, job.version, used, digest)  # digest "": the commit record will have it
         try:
             self._client.request(
                 local.Landed(
@@ -306,7 +306,7 @@ class Replicator(TensorShardOwner):
                     version=job.version,
                     slot=slot_index,
                     used=used,
-                    digest=told,
+                    digest=digest,
                 )
             )
         except (AgentLost, AgentRefused) as error:

@@ -34,7 +34,7 @@ class Rescuer:
 
     def __init__(
         self,
-        me: RankIdentity,
+        identity: RankIdentity,
         client: AgentClient,
         frozen: Frozen,
         at_once: Callable[[CaptureJob], None],
@@ -43,14 +43,14 @@ class Rescuer:
         """Create the thread; `start` starts it.
 
         Args:
-            me: This rank.
+            identity: This rank.
             client: The connection to the agent.
             frozen: Keeps the optimizers from changing tensors. Gives the job of the version that the tensors have;
                 None while they are being changed.
             at_once: Brings a job's version into the slots without regard for the training's traffic.
             own: Returns the tensors that this rank shares with others, and the capture, as of now.
         """
-        self._me, self._client, self._frozen, self._own = me, client, frozen, own
+        self._me, self._client, self._frozen, self._own = identity, client, frozen, own
         self._at_once = at_once
         self._nodes: tuple[int, ...] = ()
         self._closed = threading.Event()

@@ -11,9 +11,9 @@ from gemini_hpc.train.replication.registration import RankIdentity, register
 class Reserved(TensorShardOwner):
     """The memory of `rank`'s shard, which this rank only keeps for the agent's successor."""
 
-    def __init__(self, me: RankIdentity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
+    def __init__(self, identity: RankIdentity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
         super().__init__()
-        self._me, self._client, self.rank, self._home, self._gate = me, client, rank, home, gate
+        self._me, self._client, self.rank, self._home, self._gate = identity, client, rank, home, gate
         self._grown = 0
 
     def catch_up(self) -> None:

@@ -84,11 +84,11 @@ class AsyncCollectives:
         """
         if len(blob) > room_bytes - 8:
             raise ValueError(f"{len(blob)} bytes do not go into {room_bytes - 8}")
-        mine = torch.zeros(room_bytes, dtype=torch.uint8, device="cpu")
+        send_buffer = torch.zeros(room_bytes, dtype=torch.uint8, device="cpu")
         packed = len(blob).to_bytes(8, "little") + blob
-        mine[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        self._mine, self._all = mine, torch.empty(self._world * room_bytes, dtype=torch.uint8, device="cpu")
-        self._start(lambda: self._backend._allgather_base(self._all, mine, AllgatherOptions()))
+        send_buffer[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        self._mine, self._all = send_buffer, torch.empty(self._world * room_bytes, dtype=torch.uint8, device="cpu")
+        self._start(lambda: self._backend._allgather_base(self._all, send_buffer, AllgatherOptions()))
 
     def _start(self, launch: Any) -> None:
         if self._broken:

@@ -209,14 +209,14 @@ class Route:
         return Timetable(tuple(windows), tuple(tuple(c) for c in chunks), s, usual_s, self.B, self.alpha)
 
 
-def find_common_windows(mine: Profile, others: Sequence[tuple[Profile, float]]) -> tuple[spans.Window, ...]:
+def find_common_windows(own_profile: Profile, others: Sequence[tuple[Profile, float]]) -> tuple[spans.Window, ...]:
     """Return the windows in which all of these ranks are idle.
 
     Args:
-        mine: This rank's profile.
+        own_profile: This rank's profile.
         others: Profiles of the other ranks, each with its shift in seconds. The shift matters only where the other
-            rank's operations differ from mine.
+            rank's operations differ from this rank's.
     """
-    unlike = [(profile, shift) for profile, shift in others if profile.pattern != mine.pattern]
-    alike = [profile for profile, _ in others if profile.pattern == mine.pattern]
-    return tuple(spans.cap_windows(mine, spans.intersect_profiles(mine, unlike), alike))
+    unlike = [(profile, shift) for profile, shift in others if profile.pattern != own_profile.pattern]
+    alike = [profile for profile, _ in others if profile.pattern == own_profile.pattern]
+    return tuple(spans.cap_windows(own_profile, spans.intersect_profiles(own_profile, unlike), alike))

@@ -445,29 +445,29 @@ class Pacer:
         flying = traffic.count_in_flight()  # read last, so that a collective launched meanwhile is counted
         if self._clock() - self._begun_at > table.usual_s and not flying:
             return self._allow_all(most)  # the training pauses or does something else, perhaps for long
-        here = max(table.find_planned_window(replica, at), bisect_left(table.places, place))
+        window_number = max(table.find_planned_window(replica, at), bisect_left(table.places, place))
         crowded = False
-        if here < len(table.windows) and not flying and table.places[here][:2] == place[:2]:
-            if table.places[here][2] != gated:
+        if window_number < len(table.windows) and not flying and table.places[window_number][:2] == place[:2]:
+            if table.places[window_number][2] != gated:
                 return _Wait(_SOON_S)
             now = self._clock()
             elapsed = now - max(traffic.find_quiet_start(), passed_at if gated else 0.0)
-            while here < len(table.windows) and table.places[here] == place:
-                window = table.windows[here]
+            while window_number < len(table.windows) and table.places[window_number] == place:
+                window = table.windows[window_number]
                 left_s = window.delay_s + window.length_s - elapsed
                 left = table.compute_room(left_s, 0)
                 if left - backlog_bytes >= least:
-                    planned = max(least, table.find_planned_end(replica, here) - at)
+                    planned = max(least, table.find_planned_end(replica, window_number) - at)
                     size = min(left - backlog_bytes, most, planned)
                     before = now + left_s - table.alpha
                     return _Wait(max(0.0, window.delay_s - elapsed), -1, size, before, table.B, place[1])
                 crowded = crowded or left >= least
-                here += 1
-        if here >= len(table.windows) or table.places[here][0] != place[0]:
+                window_number += 1
+        if window_number >= len(table.windows) or table.places[window_number][0] != place[0]:
             return _Wait(_LOOK_S)
-        if table.places[here][1] == place[1] and not flying:
+        if table.places[window_number][1] == place[1] and not flying:
             return _Wait(_SOON_S)
-        return _Wait(_LOOK_S, table.places[here][1], crowded=crowded)
+        return _Wait(_LOOK_S, table.places[window_number][1], crowded=crowded)
 
     def _allow_all(self, most: int) -> _Wait:
         """Return what may go while the training pauses: all, for a while, until a collective is launched."""

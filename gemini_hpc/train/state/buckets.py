@@ -63,9 +63,9 @@ class ArrivalOrder:
         self._order: list[int] = []
         self._hooks: list[RemovableHandle] = []
         if rebuilds_buckets(ddp):
-            me = weakref.ref(self)
+            reference = weakref.ref(self)
             self._hooks = [
-                p.register_post_accumulate_grad_hook(partial(_on_arrival, me, index))  # type: ignore[no-untyped-call]
+                p.register_post_accumulate_grad_hook(partial(_on_arrival, reference, index))  # type: ignore[no-untyped-call]
                 for index, p in enumerate(self._params)
             ]
 
@@ -116,6 +116,6 @@ class ArrivalOrder:
 
 
 def _on_arrival(recorder: weakref.ref[ArrivalOrder], index: int, _param: torch.Tensor) -> None:
-    me = recorder()
-    if me is not None:
-        me._record_arrival(index)
+    order = recorder()
+    if order is not None:
+        order._record_arrival(index)

@@ -244,9 +244,11 @@ class Capture:
             offset = tuple(b - e for b, e in zip(block.offset, entry.offset, strict=True))
             source = self._by_key.get(leaf.key)
             if source is None:
-                here = get_local(leaf.tensor)
+                local_tensor = get_local(leaf.tensor)
                 parameter = leaf.optimizer == PARAMETER
-                source = TensorSource(leaf.key, [], number, here.shape, here.dtype, parameter, leaf.may_stay)
+                source = TensorSource(
+                    leaf.key, [], number, local_tensor.shape, local_tensor.dtype, parameter, leaf.may_stay
+                )
                 self._by_key[leaf.key] = source
                 (lifted if leaf.optimizer == LIFTED else self._sources).append(source)
                 source.eager = leaf.eager
@@ -295,12 +297,12 @@ class Capture:
             if tensor is None:
                 misfits[source.key] = f"{source.key} is gone from the training state"
                 continue
-            here = get_local(tensor)
-            if here.data_ptr() != source.ptr or here is not source.base:
-                if not source.fits(here):
-                    misfits[source.key] = source.describe_mismatch(here)
+            local_tensor = get_local(tensor)
+            if local_tensor.data_ptr() != source.ptr or local_tensor is not source.base:
+                if not source.fits(local_tensor):
+                    misfits[source.key] = source.describe_mismatch(local_tensor)
                     continue
-                source.bind(here)
+                source.bind(local_tensor)
             source.whole = tensor
         if misfits:
             return [], misfits

@@ -28,9 +28,9 @@ def _choose_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([parts], [mine]).wait()
+def _gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather([parts], [tensor]).wait()
     return parts
 
 

@@ -69,9 +69,9 @@ class Divergence:
         Args:
             tensors: The present tensors by key, sampled for the next round.
         """
-        said = self._compute_digests()
+        digests = self._compute_digests()
         self._sample_tensors(tensors)
-        return [word for digest in said for word in ((digest, -digest) if digest else (_NOTHING, _NOTHING))]
+        return [word for digest in digests for word in ((digest, -digest) if digest else (_NOTHING, _NOTHING))]
 
     def _sample_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._samples, self._device, self._event = [], None, None
@@ -81,8 +81,8 @@ class Divergence:
                 self._samples.append(None)
                 continue
             every = -(-len(keys) // _TENSORS)
-            mine = [tensors[key] for key in keys[number % every :: every] if key in tensors]
-            lines = [sample_elements(tensor, flat=tensor.is_contiguous()) for tensor in mine]
+            sampled = [tensors[key] for key in keys[number % every :: every] if key in tensors]
+            lines = [sample_elements(tensor, flat=tensor.is_contiguous()) for tensor in sampled]
             self._device = next((line.device for line in lines if line.is_cuda), self._device)
             kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
             for line in lines:

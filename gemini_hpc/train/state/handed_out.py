@@ -25,9 +25,9 @@ def find_addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _find_address(tensor: torch.Tensor) -> int:
-    here = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local_tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     try:
-        return here.untyped_storage().data_ptr()
+        return local_tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a class that is made of other tensors
         return 0
 

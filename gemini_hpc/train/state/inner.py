@@ -42,9 +42,9 @@ def list_parts(tensor: torch.Tensor, above: str = "", deep: int = _DEEP) -> Iter
 
     A part that cannot name its own parts is yielded as it is.
     """
-    here = _get_local(tensor)
-    for name in here.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        inner = getattr(here, name)
+    local_tensor = _get_local(tensor)
+    for name in local_tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        inner = getattr(local_tensor, name)
         if is_composed(inner) and deep:
             yield from list_parts(inner, f"{above}{name}.", deep - 1)
         else:
@@ -78,10 +78,10 @@ class CompositeTensor(NamedTuple):
 
 def list_levels(tensor: torch.Tensor) -> Iterator[CompositeTensor]:
     """Yield the tensor, and those of its inner tensors that are made of others again."""
-    here = _get_local(tensor)
-    names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
-    found = [getattr(here, name) for name in names]
-    yield CompositeTensor(tensor, here, tuple(names), about, found)
+    local_tensor = _get_local(tensor)
+    names, about = local_tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    found = [getattr(local_tensor, name) for name in names]
+    yield CompositeTensor(tensor, local_tensor, tuple(names), about, found)
     for value in found:
         if is_composed(value):
             yield from list_levels(value)
@@ -103,15 +103,15 @@ def build_recipe(tensor: torch.Tensor) -> Recipe:
 
     The recipe consists of values that `encode` takes, as far as the class of the tensor uses only such values.
     """
-    here = _get_local(tensor)
-    names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: getattr(here, name) for name in names}
+    local_tensor = _get_local(tensor)
+    names, about = local_tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(local_tensor, name) for name in names}
     return {
-        "class": f"{type(here).__module__}:{type(here).__qualname__}",
+        "class": f"{type(local_tensor).__module__}:{type(local_tensor).__qualname__}",
         "about": about,
         "inner": {name: build_recipe(value) if is_composed(value) else None for name, value in inner.items()},
-        "size": tuple(here.shape),
-        "stride": tuple(here.stride()),
+        "size": tuple(local_tensor.shape),
+        "stride": tuple(local_tensor.stride()),
         "sharded": isinstance(tensor, DTensor),
     }
 

@@ -74,8 +74,8 @@ def find_unequal(entries: Sequence[Sequence[TensorEntry]]) -> frozenset[str]:
     prints: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
     boxes: dict[str, set[_Box]] = {}
     bad = set()
-    for mine in entries:
-        for entry in mine:
+    for rank_entries in entries:
+        for entry in rank_entries:
             first = seen.setdefault(entry.key, entry)
             known = prints.setdefault((entry.key, entry.offset, entry.size), entry.print)
             if (first.shape, first.itemsize) != (entry.shape, entry.itemsize) or known != entry.print:
@@ -121,10 +121,12 @@ def deal_blocks(entries: Sequence[Sequence[TensorEntry]], mode: Ownership = "spl
         mode: "split" deals shared tensors out; "full" lets every rank keep all of its own.
     """
     if mode == "full":
-        return [[Block(i, e.offset, e.size) for i, e in enumerate(mine) if e.bytes] for mine in entries]
+        return [
+            [Block(i, e.offset, e.size) for i, e in enumerate(rank_entries) if e.bytes] for rank_entries in entries
+        ]
     index: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
-    for rank, mine in enumerate(entries):
-        for i, entry in enumerate(mine):
+    for rank, rank_entries in enumerate(entries):
+        for i, entry in enumerate(rank_entries):
             if entry.bytes:
                 index.setdefault((entry.key, entry.offset, entry.size), []).append((rank, i))
     total = sum(entries[h[0][0]][h[0][1]].bytes for h in index.values())

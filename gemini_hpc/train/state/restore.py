@@ -250,8 +250,8 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[TensorRow], small: dict
     for i, owner, name in small["odd"]:
         wanted.setdefault((i, owner), {})[name] = None
     for i, optimizer in enumerate(tree.optimizers):
-        mine = {id(p): None for group in optimizer.param_groups for p in group["params"]}
-        for parameter in [p for p in optimizer.state if id(p) in mine]:
+        param_ids = {id(p): None for group in optimizer.param_groups for p in group["params"]}
+        for parameter in [p for p in optimizer.state if id(p) in param_ids]:
             if not any(params[o] is parameter for (n, o) in wanted if n == i and o in params):
                 del optimizer.state[parameter]
     for (i, owner), names in wanted.items():
@@ -299,8 +299,8 @@ def _ensure_composed(
         ValueError: The saved state lacks a part.
     """
     if isinstance(old, torch.Tensor) and inner.is_composed(old) and inner.build_recipe(old) == made:
-        here = {path: (tuple(part.shape), part.dtype) for path, part in inner.list_parts(old)}
-        if here == {path: (row.shape, find_dtype(row.dtype)) for path, row in rows.items()}:
+        present_parts = {path: (tuple(part.shape), part.dtype) for path, part in inner.list_parts(old)}
+        if present_parts == {path: (row.shape, find_dtype(row.dtype)) for path, row in rows.items()}:
             return old
 
     def build_part(path: str) -> torch.Tensor:
@@ -437,13 +437,13 @@ def _check_nothing_is_lost(tree: StateTree, rows: Iterable[TensorRow]) -> None:
 
 
 def _fill_late(leaf: Leaf, row: TensorRow, saved: torch.Tensor) -> None:
-    here = get_local(leaf.tensor)
-    if here.shape != saved.shape:
+    local_tensor = get_local(leaf.tensor)
+    if local_tensor.shape != saved.shape:
         raise ValueError(
             f"{row.key} was created after the first step and was captured rank by rank: it can only be loaded "
             "on as many ranks as it was saved from"
         )
-    here.copy_(saved)
+    local_tensor.copy_(saved)
 
 
 def _find_source(reader: MemoryReader, own: SavedShard, leaf: Leaf, rank: int) -> tuple[str, str]:

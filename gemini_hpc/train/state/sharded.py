@@ -70,9 +70,9 @@ class Wholes:
             known = now if isinstance(now, Mapping) else {}
             return {key: self.rebuild(value, known.get(key), f"{where}[{key!r}]") for key, value in saved.items()}
         if type(saved) in (list, tuple):
-            there = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
+            counterparts = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
             return type(saved)(
-                self.rebuild(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, there, strict=True))
+                self.rebuild(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, counterparts, strict=True))
             )
         return saved
 

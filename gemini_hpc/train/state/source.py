@@ -35,16 +35,16 @@ class TensorSource:
     since: int = 0  # the version with which the tensor changed last; 0: unknown
     token: tuple[int, ...] = ()  # its version counters at that version
 
-    def bind(self, here: torch.Tensor) -> None:
+    def bind(self, tensor: torch.Tensor) -> None:
         """Use this tensor from now on.
 
         Raises:
             StateChangedError: The tensor has another shape or type.
         """
-        if not self.fits(here):
-            raise StateChangedError(self.describe_mismatch(here))
-        self.ptr, self.base, self.token = here.data_ptr(), here, ()
-        detached = here.detach()
+        if not self.fits(tensor):
+            raise StateChangedError(self.describe_mismatch(tensor))
+        self.ptr, self.base, self.token = tensor.data_ptr(), tensor, ()
+        detached = tensor.detach()
         self.views = []
         for offset, size in self.boxes:
             view = detached
@@ -55,18 +55,18 @@ class TensorSource:
         self.flats = [view.is_contiguous() for view in self.views]
         self.fews = [sample_elements(view, flat=flat) for view, flat in zip(self.views, self.flats, strict=True)]
 
-    def is_at(self, here: torch.Tensor) -> bool:
+    def is_at(self, tensor: torch.Tensor) -> bool:
         """Return whether the source has the memory of this tensor, maybe through another object."""
         base = self.base
-        return base is not None and self.ptr == here.data_ptr() and base.stride() == here.stride()
+        return base is not None and self.ptr == tensor.data_ptr() and base.stride() == tensor.stride()
 
-    def fits(self, here: torch.Tensor) -> bool:
+    def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether this tensor has the planned shape and type."""
-        return here.shape == self.shape and here.dtype == self.dtype
+        return tensor.shape == self.shape and tensor.dtype == self.dtype
 
-    def describe_mismatch(self, here: torch.Tensor) -> str:
+    def describe_mismatch(self, tensor: torch.Tensor) -> str:
         """Return the reason why this tensor does not fit."""
-        return f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(here.shape)} {here.dtype} now"
+        return f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(tensor.shape)} {tensor.dtype} now"
 
     def copy_to_staging(self, version: int, *, compare: bool) -> None:
         """Copy the tensor into staging memory now.

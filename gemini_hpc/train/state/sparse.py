@@ -39,10 +39,10 @@ class Sparse:
 
 
 def _list_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    here = tensor.detach()
-    if here.layout == torch.sparse_coo:  # the public methods require a coalesced tensor, a new object
-        return {"indices": here._indices(), "values": here._values()}
-    return {name: getattr(here, name)() for name in (*_COMPRESSED[here.layout], "values")}
+    detached = tensor.detach()
+    if detached.layout == torch.sparse_coo:  # the public methods require a coalesced tensor, a new object
+        return {"indices": detached._indices(), "values": detached._values()}
+    return {name: getattr(detached, name)() for name in (*_COMPRESSED[detached.layout], "values")}
 
 
 def _locate(tensor: torch.Tensor) -> tuple[int, torch.Size]:

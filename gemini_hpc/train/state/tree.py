@@ -129,10 +129,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return not made_of_others and tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _build_unsupported_error(name: str, here: torch.Tensor) -> UnsupportedStateError:
+def _build_unsupported_error(name: str, local_tensor: torch.Tensor) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"{name} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and DTensors of "
-        "them can be captured"
+        f"{name} is a {type(local_tensor).__qualname__} ({local_tensor.layout}, {local_tensor.device}): "
+        "only dense tensors and DTensors of them can be captured"
     )
 
 
@@ -293,16 +293,18 @@ class StateTree:
             if (first := params.get(id(tensor))) is not None:
                 aliases[fqn] = first.fqn
                 return False
-            here = get_local(tensor)
-            if is_lazy(here):
+            local_tensor = get_local(tensor)
+            if is_lazy(local_tensor):
                 raise UnsupportedStateError(f"{fqn} has no size before the first forward pass: run one before this")
-            plain = [part for _, part in inner.list_parts(here)] if is_composed(here) else [here]
+            plain = (
+                [part for _, part in inner.list_parts(local_tensor)] if is_composed(local_tensor) else [local_tensor]
+            )
             place = module, fqn.rpartition(".")[2]
             if (beside := _find_hidden_or_sparse(fqn, tensor, *place)) is not None:
                 plain = [*([] if isinstance(beside, sparse.Sparse) else plain), *beside.tensors.values()]
                 places[fqn] = place
             if not all(_is_plain(part) and not part.is_meta for part in plain):
-                raise _build_unsupported_error(fqn, here)
+                raise _build_unsupported_error(fqn, local_tensor)
             params[id(tensor)] = Param(fqn, tensor, replicated)
             return True
 
@@ -474,17 +476,18 @@ class StateTree:
             UnsupportedStateError: The leaf cannot be captured.
         """
         tensor = leaf.tensor
-        here = get_local(tensor)
-        if not _is_plain(here):
-            raise _build_unsupported_error(leaf.key, here)
-        shape, offset, size = tuple(tensor.shape), (0,) * tensor.ndim, tuple(here.shape)
+        local_tensor = get_local(tensor)
+        if not _is_plain(local_tensor):
+            raise _build_unsupported_error(leaf.key, local_tensor)
+        shape, offset, size = tuple(tensor.shape), (0,) * tensor.ndim, tuple(local_tensor.shape)
         shared, fingerprint, like_owner = world == 1, 0, False
         owner = leaf.owner.tensor
         if isinstance(tensor, DTensor):
             if any(p.is_partial() for p in tensor.placements):
                 raise UnsupportedStateError(f"{leaf.key} is a DTensor with partial sums: it has no definite value")
             shared, (size, offset) = True, compute_local_box(tensor)
-            fingerprint = _fingerprint(here, closely) if world > 1 else 0  # with HSDP several ranks have the same box
+            # with HSDP several ranks have the same box
+            fingerprint = _fingerprint(local_tensor, closely) if world > 1 else 0
             like_owner = (
                 isinstance(owner, DTensor) and owner.shape == tensor.shape and owner.placements == tensor.placements
             )
@@ -494,20 +497,22 @@ class StateTree:
                     "of this optimizer cannot be recreated on resume"
                 )
         elif world > 1 and (leaf.owner.replicated or (isinstance(owner, DTensor) and tensor.numel() == 1)):
-            shared, fingerprint = True, _fingerprint(here, closely)
+            shared, fingerprint = True, _fingerprint(local_tensor, closely)
         row = TensorRow(
             key=leaf.key,
             dtype=name_dtype(tensor.dtype),
             shape=shape,
             shared=shared,
-            device=here.device.type,
+            device=local_tensor.device.type,
             optimizer=leaf.optimizer,
             owner=leaf.owner.fqn if leaf.optimizer >= 0 else "",
             name=leaf.name,
             like_owner=like_owner,
         )
         lifted = leaf.optimizer == LIFTED
-        return row, TensorEntry(leaf.key, shape, tuple(offset), size, here.element_size(), fingerprint, lifted)
+        return row, TensorEntry(
+            leaf.key, shape, tuple(offset), size, local_tensor.element_size(), fingerprint, lifted
+        )
 
     # ---- small state -----------------------------------------------------------------------------------
 
@@ -624,10 +629,12 @@ class StateTree:
         missing = set(self.stateful) ^ set(small["stateful"])
         if missing:
             first = sorted(missing)[0]
-            here, there = ("passes", "did not pass") if first in self.stateful else ("does not pass", "passed")
+            present_verb, past_verb = (
+                ("passes", "did not pass") if first in self.stateful else ("does not pass", "passed")
+            )
             raise ValueError(
-                f"this run {here} {first}, the run that saved this version {there} it: pass the same arguments, or "
-                "begin with another name="
+                f"this run {present_verb} {first}, the run that saved this version {past_verb} it: "
+                "pass the same arguments, or begin with another name="
             )
         likes = [param.tensor for param in self.params if isinstance(param.tensor, DTensor)]
         for name, item in self.stateful.items():
@@ -684,16 +691,16 @@ class StateTree:
 
     def _restore_buffers(self, small: Mapping[str, Any]) -> None:
         """Restore the buffers. Make, empty or enlarge those that the saved run changed so in mid-training."""
-        reshaped, transient, here = set(small.get("reshaped", ())), set(small.get("transient", ())), self.buffers
+        reshaped, transient, buffers = set(small.get("reshaped", ())), set(small.get("transient", ())), self.buffers
         emptied = set(small.get("emptied", ()))
-        for name, buffer in here.items():
+        for name, buffer in buffers.items():
             saved = small["buffers"].get(name)
             if saved is None and name in emptied:
                 self._modules.put_buffer(name, None, persistent=False)
             elif saved is None or (saved.shape != get_local(buffer).shape and name not in reshaped):
                 raise ValueError(f"buffer {name} {tuple(buffer.shape)} is not in the saved state as such")
         for name, saved in small["buffers"].items():
-            now = here.get(name)
+            now = buffers.get(name)
             alike = now is not None and (get_local(now).shape, now.dtype) == (saved.shape, saved.dtype)
             if now is not None and alike and not _is_folded(get_local(now)):
                 get_local(now).copy_(saved)
