@@ -54,13 +54,13 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
     deaths = 0
     while True:
         started = clock.monotonic()
-        mine = workers.Workers(workers.run_tier_worker, score.fork)
+        tier_workers = workers.Workers(workers.run_tier_worker, score.fork)
         pid = score.fork()
         if pid == 0:
             status = 1
             try:
-                mine.sock.close()
-                status = _run_agent(settings, args, deaths > 0, workers.SupervisorChannel(mine.theirs))
+                tier_workers.sock.close()
+                status = _run_agent(settings, args, deaths > 0, workers.SupervisorChannel(tier_workers.theirs))
             except SystemExit as exc:
                 print(exc, file=sys.stderr, flush=True)
             except BaseException:
@@ -69,11 +69,11 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        mine.theirs.close()
+        tier_workers.theirs.close()
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
             signal.signal(signal.SIGTERM, lambda *_, child=pid: os.kill(child, signal.SIGTERM))
-        status = _attend(pid, mine)
-        mine.close()
+        status = _attend(pid, tier_workers)
+        tier_workers.close()
         if status == 0:
             return 0
         deaths = 1 if clock.monotonic() - started > _SETTLED_S else deaths + 1
@@ -92,13 +92,13 @@ def _is_there(directory: str, uid: int) -> bool:
         return False
 
 
-def _attend(agent: int, mine: workers.Workers) -> int:
+def _attend(agent: int, tier_workers: workers.Workers) -> int:
     """Fork workers until the agent has ended, and return its status."""
     process = os.pidfd_open(agent)
     try:
         listens = True
         while True:
-            wanted = [process, *mine.list_pidfds(), *([mine.sock.fileno()] if listens else [])]
+            wanted = [process, *tier_workers.list_pidfds(), *([tier_workers.sock.fileno()] if listens else [])]
             poll = select.poll()
             for each in wanted:
                 poll.register(each, select.POLLIN)
@@ -106,9 +106,9 @@ def _attend(agent: int, mine: workers.Workers) -> int:
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
                 if child[0] == agent:
                     return child[1]
-                mine.close_pidfd(child[0])
-            if listens and mine.sock.fileno() in ready:
-                listens = mine.serve()
+                tier_workers.close_pidfd(child[0])
+            if listens and tier_workers.sock.fileno() in ready:
+                listens = tier_workers.serve()
     finally:
         os.close(process)
 

@@ -131,20 +131,20 @@ class ControllerLink:
 
     def register(self) -> None:
         """Report the incarnation that this agent is in, and its dead peers."""
-        me, incarnation = self._identity, self._membership.incarnation
+        identity, incarnation = self._identity, self._membership.incarnation
         self._told.clear()
         self._without = incarnation.attach.lost if incarnation is not None and incarnation.live else ()
         self._finished = self._listener.finished
         if self._link is not None and incarnation is not None:
             self._link.send(
                 controller.Registration(
-                    job=me.job,
+                    job=identity.job,
                     restart=incarnation.restart,
-                    host=me.node,
+                    host=identity.node,
                     hosts=incarnation.hosts,
                     replicas=self._membership.replicas,
-                    port=me.port,
-                    instance=me.instance,
+                    port=identity.port,
+                    instance=identity.instance,
                     state="detached" if self._membership.detached else "attached",
                     dead=tuple(sorted(incarnation.mesh.dead | incarnation.view.lost)),
                     spares=incarnation.view.spares,
@@ -205,8 +205,8 @@ class ControllerLink:
         incarnation = self._membership.incarnation
         if incarnation is not None:
             without = incarnation.attach.lost if incarnation.live else ()
-            said = (without, self._listener.finished) == (self._without, self._finished)
-            if self._told - incarnation.mesh.dead - incarnation.view.lost or not said:
+            is_reported = (without, self._listener.finished) == (self._without, self._finished)
+            if self._told - incarnation.mesh.dead - incarnation.view.lost or not is_reported:
                 self.register()
             if incarnation.attach.lost != self._lost[0]:
                 # the other nodes were left on purpose
@@ -238,15 +238,15 @@ class ControllerLink:
             tries += 1
 
     async def _dial(self, host: str) -> Link:
-        me, settings = self._identity, self._identity.settings
+        identity, settings = self._identity, self._identity.settings
         client = HandshakeClient(
             purpose="control",
             cluster=settings.cluster_name,
-            job=me.job,
+            job=identity.job,
             restart=max(self._membership.restart, 0),
-            source=me.node,
+            source=identity.node,
             target=host,
-            instance=me.instance,
+            instance=identity.instance,
             server_uid=self._controller_uid,
         )
         return await connect(host, settings.controller_port, client)

@@ -230,21 +230,21 @@ class Agent:
     async def run(self) -> None:
         """Serve until released, then free all memory and remove the agent's files."""
         asyncio.get_running_loop().set_exception_handler(self._on_failure)
-        me, here = self.identity, self.membership
+        identity, membership = self.identity, self.membership
         deadline = clock.monotonic() + _HOLD_S
         while not self._place.lock_directory():
             if clock.monotonic() > deadline:
                 return  # the prolog and the supervisor started one each at the same time: one is enough
             await asyncio.sleep(_HOLD_POLL_S)
         server, self.identity.port = await self._peer_server.listen()
-        map_file.end_wait(me.directory)
-        if me.again:
+        map_file.end_wait(identity.directory)
+        if identity.again:
             self._take_over(None)
-        if me.settings.interface and not me.interface:
-            self._log("error", detail=f"interface {me.settings.interface} has no address: listening on all")
+        if identity.settings.interface and not identity.interface:
+            self._log("error", detail=f"interface {identity.settings.interface} has no address: listening on all")
         self._local = LocalServer(
-            f"{me.directory}/{own_directory.SOCKET}",
-            me.uid,
+            f"{identity.directory}/{own_directory.SOCKET}",
+            identity.uid,
             self._handle_local,
             self.service.on_disconnect,
             self._complain,
@@ -254,7 +254,7 @@ class Agent:
         self._spawn(self._tick())
         await self._retention.over.wait()
         self._local.close()  # the epilog waits for this close, and for no answer
-        mesh = here.incarnation.mesh if here.incarnation is not None else None
+        mesh = membership.incarnation.mesh if membership.incarnation is not None else None
         await asyncio.gather(
             self.controller_link.hang_up(), *([mesh.wait_until_informed()] if mesh is not None else [])
         )
@@ -267,8 +267,8 @@ class Agent:
         self.trainings.close()
         self.store.clear()
         self.store.pool.close()
-        map_file.remove(me.directory)
-        map_file.end_wait(me.directory)
+        map_file.remove(identity.directory)
+        map_file.end_wait(identity.directory)
         self.state.remove()
         self._notes.remove()
         self.pledges.remove()
@@ -361,9 +361,9 @@ class Agent:
         self._complain(f"{context.get('message', 'failed')}: {context.get('exception')!r}")
 
     def _print(self, t: float, name: str, version: int, detail: str) -> None:
-        me, restart = self.identity, self.membership.restart
+        identity, restart = self.identity, self.membership.restart
         line = "job=%d restart=%d event=%s host=%s version=%d t=%.3f detail=%r"
-        _log.info(line, me.job, restart, name, me.node, version, t, detail)
+        _log.info(line, identity.job, restart, name, identity.node, version, t, detail)
 
     # ---- incarnations ----------------------------------------------------------------------------------
 
@@ -372,14 +372,14 @@ class Agent:
 
         The answer comes when the agents agree, or when they do not agree in time.
         """
-        me, here = self.identity, self.membership
-        if m.job != me.job or m.node != me.node:
-            return local.Error(f"this is the agent of job {me.job} on {me.node}")
-        if here.incarnation is None:
+        identity, membership = self.identity, self.membership
+        if m.job != identity.job or m.node != identity.node:
+            return local.Error(f"this is the agent of job {identity.job} on {identity.node}")
+        if membership.incarnation is None:
             self._take_over(m)
-        incarnation = here.incarnation
-        if m.restart < here.restart:
-            return local.Error(f"restart {m.restart} is over, the job is at restart {here.restart}")
+        incarnation = membership.incarnation
+        if m.restart < membership.restart:
+            return local.Error(f"restart {m.restart} is over, the job is at restart {membership.restart}")
         if incarnation is None or m.restart > incarnation.restart or m.nodelist != incarnation.attach.nodelist:
             try:
                 view = _build_view(m)
@@ -392,17 +392,18 @@ class Agent:
                 self._log("bereft", detail="an earlier agent of the job here has gone with its directory")
             if incarnation.leads and m.restart == 0 and self.saver.tier:
                 self._spawn(self.saver.check_once())
-        here.detached = False
-        bound_s = max(0.2, me.settings.attach_timeout_s - 0.5)
+        membership.detached = False
+        bound_s = max(0.2, identity.settings.attach_timeout_s - 0.5)
         try:
             async with asyncio.timeout(bound_s):
                 await incarnation.rounds.wait_live(None)
         except TimeoutError:
-            map_file.end_wait(me.directory)
+            map_file.end_wait(identity.directory)
             absent = await incarnation.find_absent(_LOOK_S)
             missing = f"; none can be reached on {', '.join(absent)[:200]}" if absent else ""
             self._log(
-                "unmapped", detail=f"not all agents of {len(here.hosts)} nodes agreed within {bound_s:g} s{missing}"
+                "unmapped",
+                detail=f"not all agents of {len(membership.hosts)} nodes agreed within {bound_s:g} s{missing}",
             )
             return local.Ready("unmapped", absent)
         return local.Ready("mapped")
@@ -422,10 +423,10 @@ class Agent:
             view: Its nodes.
             begun: This agent is the first of the incarnation here.
         """
-        me, here, hosts = self.identity, self.membership, view.hosts
-        before = here.incarnation
+        identity, membership, hosts = self.identity, self.membership, view.hosts
+        before = membership.incarnation
         expected: tuple[str, ...] = ()
-        rounds = RecoveryRounds(self.member, me.node, hosts, self._spawn)
+        rounds = RecoveryRounds(self.member, identity.node, hosts, self._spawn)
         same = before is not None and before.restart == m.restart and bool(view.lost)
         if before is not None:
             expected = tuple(h for h in before.hosts if h not in before.mesh.dead)
@@ -435,12 +436,12 @@ class Agent:
         self.service.drop_all()
         if not same:
             self.launches.reset()
-        map_file.remove(me.directory)
-        here.detached = self.saver.succeeded = False
+        map_file.remove(identity.directory)
+        membership.detached = self.saver.succeeded = False
         self._retention.note_attach()
         self._good_end.forget_end()
-        mesh = Mesh(me, m.restart, hosts, self, self._complain, expected=expected, lost=m.lost)
-        here.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
+        mesh = Mesh(identity, m.restart, hosts, self, self._complain, expected=expected, lost=m.lost)
+        membership.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
         if begun:
             self.member.store_attach(m)  # written to disk before any peer or the controller learns of it
         mesh.want(mesh.list_ring_neighbours())
@@ -461,7 +462,7 @@ class Agent:
             wanted: Continue only if the predecessor was in this very incarnation. The prolog may be faster than the
                 supervisor.
         """
-        state, me = self.state.read(), self.identity
+        state, identity = self.state.read(), self.identity
         if state is None:
             return
         m = state.attach
@@ -473,7 +474,7 @@ class Agent:
             if not known <= set(view.hosts) or len(known) < min(view.wanted, len(view.hosts)):
                 raise ValueError("its node lists differ")
         except ValueError as exc:
-            self._log("error", detail=f"the file `state` in {me.directory} cannot be used: {exc}")
+            self._log("error", detail=f"the file `state` in {identity.directory} cannot be used: {exc}")
             return
         incarnation = self._enter_incarnation(m, view, begun=False)
         self._log("restarted", detail="waiting for the training processes to hand their memory back")
@@ -483,26 +484,26 @@ class Agent:
 
     def _leave_job(self) -> None:
         """Detach and end the ranks here: the job goes on without this node."""
-        here = self.membership
-        here.detached = True
+        membership = self.membership
+        membership.detached = True
         self._retention.note_end(clock.monotonic())
-        if here.incarnation is not None:
-            here.incarnation.mesh.detector.watching = False
+        if membership.incarnation is not None:
+            membership.incarnation.mesh.detector.watching = False
         map_file.remove(self.identity.directory)
         self.state.remove()
         self._spawn(self._fence.end_ranks())
 
     def _on_epilog(self, m: local.Epilog) -> local.Message:
-        me, here = self.identity, self.membership
-        if m.job != me.job:
-            return local.Error(f"this is the agent of job {me.job}")
-        if m.restart < here.restart:
+        identity, membership = self.identity, self.membership
+        if m.job != identity.job:
+            return local.Error(f"this is the agent of job {identity.job}")
+        if m.restart < membership.restart:
             return local.Ok("detached")
-        mesh = here.incarnation.mesh if here.incarnation is not None else None
+        mesh = membership.incarnation.mesh if membership.incarnation is not None else None
         hold = first = False
-        if not here.detached:
-            here.detached = True
-            here.record_stop(clock.time())
+        if not membership.detached:
+            membership.detached = True
+            membership.record_stop(clock.time())
             self._retention.note_end(clock.monotonic())
             # the controller decides about the job by whether the training had finished
             self.controller_link.register()
@@ -510,14 +511,18 @@ class Agent:
                 # A node's loss may end the script, with any exit code, before any agent here notices the loss.
                 mesh.detector.record_job_end(clock.monotonic())
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
-                hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.controller_link.connected
-            map_file.begin_wait(me.directory)
+                hold = bool(mesh.dead) and alive[:1] == [identity.node] and not self.controller_link.connected
+            map_file.begin_wait(identity.directory)
             self.state.remove()
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True
         # With dead or silent peers the job may be about to restart; only the controller knows.
         dead = mesh is not None and bool(mesh.dead or mesh.list_silent())
-        idle = here.map_restart == here.restart and me.node not in here.noderanks and not list(self.store)
+        idle = (
+            membership.map_restart == membership.restart
+            and identity.node not in membership.noderanks
+            and not list(self.store)
+        )
         if (idle or self.launches.is_left_out) and m.exit_code == "0":
             if mesh is not None:
                 mesh.leave()
@@ -527,7 +532,7 @@ class Agent:
             return local.Ok("released", check=self._sick.suspects_this_node)
         if first:
             self.saver.on_detached(dead=dead)
-        return local.Ok("hold" if hold else "detached", here.restart, self._sick.suspects_this_node)
+        return local.Ok("hold" if hold else "detached", membership.restart, self._sick.suspects_this_node)
 
     # ---- peers -----------------------------------------------------------------------------------------
 

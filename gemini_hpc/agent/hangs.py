@@ -89,7 +89,7 @@ class Hangs:
             if training.ranks.read_pages(now, stopped=stopped):
                 training.hung = ""
                 self._acted.discard(training.name)
-        self._below = {key: said for key, said in self._below.items() if now - said[0] < _FRESH_S}
+        self._below = {key: report for key, report in self._below.items() if now - report[0] < _FRESH_S}
         for name in {training.name for training in self._trainings} | {name for name, _ in self._below}:
             standing = self._join_standings(name, now)
             if incarnation.leads:
@@ -118,13 +118,13 @@ class Hangs:
 
     def _join_standings(self, name: str, now: float) -> HangStanding | None:
         """Return the joint standing of all ranks here, and below in the tree, that have reported."""
-        said = [standing for (of, _), (_, standing) in self._below.items() if of == name]
+        standings = [standing for (of, _), (_, standing) in self._below.items() if of == name]
         training = self._trainings.get(name)
         if training is not None and training.page.state in _SHOWN and not training.left:
-            mine = training.ranks.build_standing(self._node, training.world, now)
-            said += [mine] if mine is not None else []
+            own_standing = training.ranks.build_standing(self._node, training.world, now)
+            standings += [own_standing] if own_standing is not None else []
         whole = None
-        for standing in said:
+        for standing in standings:
             whole = standing if whole is None else whole.join(standing)
         return whole
 

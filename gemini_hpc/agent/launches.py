@@ -70,8 +70,8 @@ class Launches:
             return local.Error("this node has no part in a running incarnation of the job")
         attempt = max(m.attempt, 0)
         self._watched.add(m.step)
-        told = Known(attempt, over=m.over, given_up=m.given_up, done=m.done)
-        known = self._steps.get(m.step, Known()).join(told)
+        reported = Known(attempt, over=m.over, given_up=m.given_up, done=m.done)
+        known = self._steps.get(m.step, Known()).join(reported)
         if (end := m.shown) is not None:
             known = known.add_failure(attempt, end) if m.failed else known.add_end(attempt, end)
             cause = Cause.RAISED if end.memory else end.cause  # a program's own use of memory is no fault of the node
@@ -146,12 +146,12 @@ class Launches:
         return incarnation is not None and incarnation.view.spares > 0
 
     def _find_place(self) -> local.Place | None:
-        here = self._membership
-        if not self._spares or here.live is None:
+        membership = self._membership
+        if not self._spares or membership.live is None:
             return None
-        master = next(host for host, rank in here.noderanks.items() if rank == 0)
-        port = compute_master_port(self._job, here.restart)
-        return local.Place(here.noderanks.get(self._node, -1), here.nodes, master, port)
+        master = next(host for host, rank in membership.noderanks.items() if rank == 0)
+        port = compute_master_port(self._job, membership.restart)
+        return local.Place(membership.noderanks.get(self._node, -1), membership.nodes, master, port)
 
     def record_loss(self, hosts: Sequence[str], why: str = "lost") -> None:
         """Start the ranks of all other nodes again: the job goes on without these nodes.
@@ -188,8 +188,8 @@ class Launches:
         if host == incarnation.rounds.parent or host in incarnation.rounds.children:
             known = self._steps.get(m.step, Known())
             first = m.first if m.first.text else End(m.reason)
-            told = Known(m.attempt, first, m.before, m.over, m.last, m.given_up, m.done)
-            self._learn(incarnation, m.step, known.join(told), host)
+            reported = Known(m.attempt, first, m.before, m.over, m.last, m.given_up, m.done)
+            self._learn(incarnation, m.step, known.join(reported), host)
 
     def on_link(self, incarnation: Incarnation, host: str) -> None:
         """Resend all steps to a peer with a new link, which may have missed them."""

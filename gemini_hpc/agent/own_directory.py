@@ -68,10 +68,10 @@ class OwnDirectory:
         try:
             if not self._is_roots(seen):
                 return "gone"
-            there, mine = os.fstat(seen), os.fstat(self._fd)
-            if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+            seen_status, own_status = os.fstat(seen), os.fstat(self._fd)
+            if (seen_status.st_dev, seen_status.st_ino) == (own_status.st_dev, own_status.st_ino):
                 return "here" if _has_socket(seen) else "silent"
-            if there.st_uid != self._uid or there.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            if seen_status.st_uid != self._uid or seen_status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 return "gone"
             return "moved" if self._move(seen) else "gone"
         except OSError:
@@ -111,17 +111,17 @@ class OwnDirectory:
         Raises:
             OSError: The new directory cannot be used.
         """
-        there = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=seen)
-        if not _lock(there):
-            os.close(there)
+        new_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=seen)
+        if not _lock(new_fd):
+            os.close(new_fd)
             return False
-        before, self._fd = self._fd, there
-        mount, self._mount = self._mount, _find_mount(there)
+        before, self._fd = self._fd, new_fd
+        mount, self._mount = self._mount, _find_mount(new_fd)
         with os.scandir(before) as entries:
             names = [entry.name for entry, _ in zip(entries, range(_FILES_MAX), strict=False)]
         for name in names:
             with suppress(OSError):  # the directory is full, or no file: a missing one costs a successor a new round
-                _copy(name, before, mount, there)
+                _copy(name, before, mount, new_fd)
         self._follow_log(before)
         os.close(before)
         return True

@@ -174,7 +174,7 @@ def _wait(signals: int, process: int) -> str:
     Raises:
         StartError: The agent has ended before.
     """
-    said = b""
+    exit_code = b""
     while True:
         ready = select.select([0, signals, process], [], [])[0]
         if signals in ready:
@@ -182,8 +182,8 @@ def _wait(signals: int, process: int) -> str:
         if 0 in ready:
             part = os.read(0, 64)
             if not part:
-                return said.decode(errors="replace").strip() or _KILLED
-            said += part
+                return exit_code.decode(errors="replace").strip() or _KILLED
+            exit_code += part
         elif process in ready:
             raise StartError("the agent has ended")
 

@@ -75,13 +75,13 @@ class PeerServer:
         Raises:
             SystemExit: No port is free.
         """
-        me = self._identity
+        identity = self._identity
         failure: OSError | None = None
-        ports = list_candidates(me.settings, me.job)
+        ports = list_candidates(identity.settings, identity.job)
         for port in ports:
             try:
                 return await asyncio.start_server(
-                    self._on_connection, me.address or "0.0.0.0", port, backlog=256
+                    self._on_connection, identity.address or "0.0.0.0", port, backlog=256
                 ), port
             except OSError as exc:
                 failure = exc
@@ -116,36 +116,40 @@ class PeerServer:
             writer.close()
 
     async def _admit(self, greeting: Greeting) -> str:
-        me, here, hello = self._identity, self._membership, greeting.hello
-        if hello.cluster != me.settings.cluster_name or hello.job != me.job or hello.target != me.node:
-            return f"this is job {me.job} on {me.node} of {me.settings.cluster_name}"
+        identity, membership, hello = self._identity, self._membership, greeting.hello
+        if (
+            hello.cluster != identity.settings.cluster_name
+            or hello.job != identity.job
+            or hello.target != identity.node
+        ):
+            return f"this is job {identity.job} on {identity.node} of {identity.settings.cluster_name}"
         if hello.purpose == "query":
             return "" if await self._operators.allows(greeting.uid) else "not yours"
         if hello.purpose in ("flush", "evacuate"):  # these purposes write: an operator who may only look is refused
             return "" if greeting.uid in self._owners else "not yours"
-        if greeting.uid != me.uid:
+        if greeting.uid != identity.uid:
             return "not yours"
         if hello.heir:  # another job of the owner may read copies that are kept for no other use
-            known = hello.purpose in ("inventory", "pull", "taken") and hello.heir != me.job
+            known = hello.purpose in ("inventory", "pull", "taken") and hello.heir != identity.job
             return self._retention.explain_refusal() if known else "not a peer"
-        if hello.purpose in ("inventory", "pull") and hello.restart > here.restart and here.detached:
+        if hello.purpose in ("inventory", "pull") and hello.restart > membership.restart and membership.detached:
             return ""  # a newer incarnation that went on elsewhere may read the copies kept here
         if hello.purpose == "wake" and self._waker.admits(hello.restart):
             return ""
-        known = hello.source in here.hosts or hello.source in here.lost
-        if hello.purpose not in ("link", "pull", "push") or not known or hello.source == me.node:
+        known = hello.source in membership.hosts or hello.source in membership.lost
+        if hello.purpose not in ("link", "pull", "push") or not known or hello.source == identity.node:
             return "not a peer"
-        if hello.restart != here.restart:
-            return f"this agent is at restart {here.restart}"
+        if hello.restart != membership.restart:
+            return f"this agent is at restart {membership.restart}"
         # If the views differ, note the caller's; the caller learns ours in the handshake and is not served
-        if hello.lost != here.lost and not here.detached:
+        if hello.lost != membership.lost and not membership.detached:
             self._spares.on_nodes_lost(hello.lost)
         return ""
 
     async def _serve(self, link: Link) -> None:
         purpose, incarnation = link.session.purpose, self._membership.incarnation
-        here = (self._membership.restart, self._membership.lost)
-        alike = (link.session.peer_restart, link.session.peer_lost) == here
+        own_view = (self._membership.restart, self._membership.lost)
+        alike = (link.session.peer_restart, link.session.peer_lost) == own_view
         if purpose in ("link", "push") and not alike:
             link.close()  # the handshake has shown the caller this agent's view
         elif purpose == "link" and incarnation is not None:

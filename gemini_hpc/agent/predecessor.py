@@ -61,17 +61,17 @@ class Predecessor:
 
     def build_client(self, host: str, purpose: str, job: int) -> HandshakeClient:
         """Return the calling side of a handshake with the predecessor's agent on a host."""
-        me = self._identity
+        identity = self._identity
         return HandshakeClient(
             purpose=purpose,
-            cluster=me.settings.cluster_name,
+            cluster=identity.settings.cluster_name,
             job=job,
             restart=max(self._membership.restart, 0),
-            source=me.node,
+            source=identity.node,
             target=host,
-            instance=me.instance,
-            server_uid=me.uid,
-            heir=me.job,
+            instance=identity.instance,
+            server_uid=identity.uid,
+            heir=identity.job,
         )
 
     async def request_handover(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
@@ -79,10 +79,10 @@ class Predecessor:
 
         Return None if the agent does not give it away.
         """
-        me = self._identity
-        path = f"{me.settings.run_dir}/{job}/agent.sock"
+        identity = self._identity
+        path = f"{identity.settings.run_dir}/{job}/agent.sock"
         with suppress(OSError, ValueError):
-            return await asyncio.to_thread(handover.request_memory, path, me.uid, copy, stamp, me.job)
+            return await asyncio.to_thread(handover.request_memory, path, identity.uid, copy, stamp, identity.job)
         return None
 
     # ---- asking ----------------------------------------------------------------------------------------
@@ -97,18 +97,18 @@ class Predecessor:
             return PredecessorState(job, why="a job cannot go on from itself")
         within_s = min(MAX_ASK_S, ASK_PART * settings.attach_timeout_s)
         deadline = clock.monotonic() + within_s
-        here = self._membership.hosts[:MAX_HOSTS]
+        own_hosts = self._membership.hosts[:MAX_HOSTS]
         named, first = await asyncio.gather(
-            self._controller.find_holders(within_s, job), self._ask_agents(job, dict.fromkeys(here, 0), deadline)
+            self._controller.find_holders(within_s, job), self._ask_agents(job, dict.fromkeys(own_hosts, 0), deadline)
         )
         more = {host: named.get(host, 0) for record in first[0] for host in sorted(record.noderanks or {})}
-        more = {host: port for host, port in {**named, **more}.items() if host not in here}
+        more = {host: port for host, port in {**named, **more}.items() if host not in own_hosts}
         second = await self._ask_agents(job, dict(list(more.items())[:MAX_HOSTS]), deadline)
         records, failures = (*first[0], *second[0]), first[1] | second[1]
         return PredecessorState(
             job,
             records,
-            why="" if any(r.copies for r in records) else _explain_missing(job, [*here, *more], failures),
+            why="" if any(r.copies for r in records) else _explain_missing(job, [*own_hosts, *more], failures),
         )
 
     async def _ask_agents(

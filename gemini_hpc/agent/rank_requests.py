@@ -119,13 +119,13 @@ class RankRequests:
         Raises:
             Rejected: The client may not write this shard.
         """
-        here, shards = self._membership, self._store.shards
-        training, n = self._sessions.require_training(client, m.training), here.nodes
-        mine = here.noderanks[self._node]
+        membership, shards = self._membership, self._store.shards
+        training, n = self._sessions.require_training(client, m.training), membership.nodes
+        own_noderank = membership.noderanks[self._node]
         if m.world != training.world or m.rank >= m.world or m.home >= n:
             raise RequestRejected(f"impossible shard: rank {m.rank} of {m.world}, home {m.home}")
-        if mine not in here.redundancy.list_holders(m.home):
-            raise RequestRejected(f"node rank {mine} keeps no copies of node rank {m.home}")
+        if own_noderank not in membership.redundancy.list_holders(m.home):
+            raise RequestRejected(f"node rank {own_noderank} keeps no copies of node rank {m.home}")
         keeper = self._keepers.get((m.training, m.rank))
         if keeper is not None and keeper is not client and not keeper.closed.is_set():
             raise RequestRejected(f"process {keeper.pid} already writes the shard of rank {m.rank} here")
@@ -294,16 +294,16 @@ class RankRequests:
 
     async def _register_parity(self, client: LocalClient, training: Training, m: local.Register) -> Reply:
         """Register the parity kept beside a shard of this node, made of shards of its group's other nodes."""
-        here, number = self._membership, self._membership.round
-        mine = here.noderanks[self._node]
+        membership, number = self._membership, self._membership.round
+        own_noderank = membership.noderanks[self._node]
         ranks, homes = {rank for rank, _ in m.of}, {home for _, home in m.of}
-        others = set(here.redundancy.list_receivers(mine)) if here.redundancy.parity else set()
-        if m.home != mine or homes != others or not len(ranks) == len(homes) == len(m.of):
-            raise RequestRejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {mine}")
+        others = set(membership.redundancy.list_receivers(own_noderank)) if membership.redundancy.parity else set()
+        if m.home != own_noderank or homes != others or not len(ranks) == len(homes) == len(m.of):
+            raise RequestRejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {own_noderank}")
         if m.rank in ranks or max(ranks) >= m.world or not m.bytes:
             raise RequestRejected(f"impossible parity beside the shard of rank {m.rank}: of ranks {sorted(ranks)}")
         known = self._store.parities.get((m.training, m.rank))
-        blocks = here.redundancy.parity
+        blocks = membership.redundancy.parity
         grown = known is not None and known.parity is not None and known.parity.is_like(Parity(dict(m.of), blocks))
         size_bytes = max(m.bytes, known.bytes) if known is not None and grown else m.bytes
         try:
@@ -312,7 +312,7 @@ class RankRequests:
             training.note = str(exc)
             self._log.log("refused", detail=str(exc))
             raise
-        if here.round != number:
+        if membership.round != number:
             raise RequestRejected("a recovery round is under way")
         self._authorize(client, m)
         shard.registered_round = number
@@ -411,14 +411,14 @@ class RankRequests:
         return local.Ok(), []
 
     def _open_push(self, client: LocalClient, m: local.OpenPush) -> Reply:
-        here = self._membership
+        membership = self._membership
         _, shard = self._require_shard(client, m.training, m.rank)
-        mine = here.noderanks[self._node]
+        own_noderank = membership.noderanks[self._node]
         if self._keepers.get((m.training, m.rank)) is not client or shard.pushed:
             raise RequestRejected(f"shard of rank {m.rank} is not filled by this process")
-        if shard.home != mine or m.holder not in here.redundancy.list_receivers(mine):
+        if shard.home != own_noderank or m.holder not in membership.redundancy.list_receivers(own_noderank):
             raise RequestRejected(f"node rank {m.holder} keeps no copy of the shard of rank {m.rank} of this node")
-        host = next(name for name, rank in here.noderanks.items() if rank == m.holder)
+        host = next(name for name, rank in membership.noderanks.items() if rank == m.holder)
         return local.Ok(), self._outgoing.open(client, shard, host)
 
     def _abort(self, client: LocalClient, m: local.Abort) -> Reply:

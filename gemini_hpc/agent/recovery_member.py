@@ -108,10 +108,10 @@ class RecoveryMember:
         Args:
             verify: False if the agent that pulls a copy verifies it.
         """
-        me, here = self._identity, self._membership
+        identity, membership = self._identity, self._membership
         await self._transfers.cease()
-        if here.incarnation is not None and here.incarnation.leads:
-            await self._domains.read_domains(here.hosts)
+        if membership.incarnation is not None and membership.incarnation.leads:
+            await self._domains.read_domains(membership.hosts)
         for shard in self._store.list_all():
             shard.pair.empty_filling()
             if shard.parity is not None:
@@ -121,19 +121,19 @@ class RecoveryMember:
                 self.log("damaged", version=lost.stamp.version, detail=f"shard {lost.rank}: copy dropped")
         sealed = ((s.name, s.sealed) for s in self._trainings)
         return peer.InventoryRecord(
-            host=me.node,
-            noderanks=here.noderanks or None,
-            map_restart=here.map_restart,
-            max_epoch=here.epoch,
+            host=identity.node,
+            noderanks=membership.noderanks or None,
+            map_restart=membership.map_restart,
+            max_epoch=membership.epoch,
             copies=tuple(self._store.list_copies()),
             sealed=tuple((name, s) for name, s in sealed if s is not None),
-            port=me.port,
-            instance=me.instance,
+            port=identity.port,
+            instance=identity.instance,
             unreadable=tuple(sorted(self._transfers.pulls.unreadable)),
-            unbroken=not me.again,
-            doubt=here.doubt,
+            unbroken=not identity.again,
+            doubt=membership.doubt,
             rejected=self._rejections.all,
-            order=here.placed.ranks,
+            order=membership.placed.ranks,
             closed=self._closings.all,
             closing=self._closings.own,
             stop=self._build_stop(),
@@ -142,10 +142,10 @@ class RecoveryMember:
     def _build_stop(self) -> peer.Stop:
         """Return the last stop, with the newest step that ranks here have completed."""
         stop = self._membership.stop
-        here = {
+        reached = {
             training.name: max(training.reached, stop.reached.get(training.name, 0)) for training in self._trainings
         }
-        return msgspec.structs.replace(stop, reached=stop.reached | {name: v for name, v in here.items() if v})
+        return msgspec.structs.replace(stop, reached=stop.reached | {name: v for name, v in reached.items() if v})
 
     @property
     def domains(self) -> Mapping[str, str]:
@@ -225,11 +225,11 @@ class RecoveryMember:
             # round numbers begin again with each incarnation
             shard.registered_round = shard.resumed_round = shard.rescued_round = 0
             shard.pair.empty_except(*keep.get(shard.training, ()))
-        here = self._membership
+        membership = self._membership
         self._adopt_plan(self._require_incarnation(), plan)
-        mine, n = here.noderanks.get(self._identity.node), here.nodes
+        own_noderank, n = membership.noderanks.get(self._identity.node), membership.nodes
         for shard in (*self._store.shards.values(), *self._store.parities.values()):
-            if mine in here.redundancy.list_holders(shard.home % n):
+            if own_noderank in membership.redundancy.list_holders(shard.home % n):
                 shard.resumed_round = plan.round
         self._store_plan(plan, live=False)
         self._predecessor.note_plan(plan)
@@ -241,19 +241,23 @@ class RecoveryMember:
         return incarnation
 
     def _adopt_plan(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
-        node, here = self._identity.node, self._membership
-        self._tier.chosen, here.doubt, here.stop = plan.tier, plan.doubt, plan.stop
-        here.takeover = plan.takeover or here.takeover
+        node, membership = self._identity.node, self._membership
+        self._tier.chosen, membership.doubt, membership.stop = plan.tier, plan.doubt, plan.stop
+        membership.takeover = plan.takeover or membership.takeover
         self._rejections.learn(plan.rejected)
         self._closings.learn(plan.closed)
         self._saver.forget()
-        here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch
-        here.placed = PlacementOrder(plan.order)
+        membership.noderanks, membership.map_restart, membership.epoch = (
+            dict(plan.noderanks),
+            membership.restart,
+            plan.epoch,
+        )
+        membership.placed = PlacementOrder(plan.order)
         incarnation.mesh.ports.update({h: p for h, p in plan.ports.items() if h != node})
-        by_rank = {rank: host for host, rank in here.noderanks.items()}
-        mine = here.noderanks.get(node)
-        if mine is not None:
-            incarnation.mesh.want(by_rank[rank] for rank in here.redundancy.list_peers(mine))
+        by_rank = {rank: host for host, rank in membership.noderanks.items()}
+        own_noderank = membership.noderanks.get(node)
+        if own_noderank is not None:
+            incarnation.mesh.want(by_rank[rank] for rank in membership.redundancy.list_peers(own_noderank))
         self._trainings.apply_plan(plan)
 
     def admit_ranks(self, plan: peer.PlanDown) -> None:
@@ -329,23 +333,23 @@ class RecoveryMember:
             map_file.begin_wait(self._identity.directory)
 
     def _write_map(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
-        me, nodelist = self._identity, incarnation.attach.nodelist
+        identity, nodelist = self._identity, incarnation.attach.nodelist
         hosts = tuple(host for host in incarnation.hosts if host in plan.noderanks)
         text = map_file.render(
-            job=me.job,
+            job=identity.job,
             restart=incarnation.restart,
             nodelist=hostlist.compress(hosts) if incarnation.view.spares else nodelist,
             hosts=hosts,
             noderanks=plan.noderanks,
-            host=me.node,
-            master_port=compute_master_port(me.job, incarnation.restart),
-            socket_path=f"{me.directory}/agent.sock",
-            agent_port=me.port,
+            host=identity.node,
+            master_port=compute_master_port(identity.job, incarnation.restart),
+            socket_path=f"{identity.directory}/agent.sock",
+            agent_port=identity.port,
             epoch=plan.epoch,
             map_hash=plan.map_hash,
         )
         try:
-            map_file.write(me.directory, text)
+            map_file.write(identity.directory, text)
         except OSError as exc:
-            map_file.end_wait(me.directory)
+            map_file.end_wait(identity.directory)
             self.log("unmapped", detail=f"the map file cannot be written: {exc.strerror}")

@@ -102,11 +102,11 @@ class Rescue:
 
     def open(self, client: LocalClient, name: str, rank: int) -> int:
         """Create a channel to a rank and return the rank's end."""
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         older = self._channels.setdefault(name, {}).get(rank)
         if older is not None:
             older.close()
-        self._channels[name][rank] = RescueChannel(client, rank, mine)
+        self._channels[name][rank] = RescueChannel(client, rank, own_end)
         return theirs.detach()
 
     def on_disconnect(self, client: LocalClient) -> None:
@@ -126,10 +126,10 @@ class Rescue:
 
         No other node then holds a copy, or has live ranks with the same state.
         """
-        here = self._membership
-        lost = set(dead).union(here.lost)  # lost nodes keep their old node ranks until a new view has its plan
-        gone = {rank for host, rank in here.noderanks.items() if host in lost}
-        if not gone or here.redundancy.can_survive(gone):
+        membership = self._membership
+        lost = set(dead).union(membership.lost)  # lost nodes keep their old node ranks until a new view has its plan
+        gone = {rank for host, rank in membership.noderanks.items() if host in lost}
+        if not gone or membership.redundancy.can_survive(gone):
             return False
         return any(training.sealed and not self.list_live_ranks(training.name) for training in self._trainings)
 
@@ -154,11 +154,13 @@ class Rescue:
 
     def _list_affected_trainings(self) -> list[str]:
         """Return the trainings with ranks here of which some shards have no living holder."""
-        here, incarnation = self._membership, self._membership.training
+        membership, incarnation = self._membership, self._membership.training
         if incarnation is None or incarnation.live is False:
             return []
-        gone = {rank for host, rank in here.noderanks.items() if host in incarnation.mesh.dead}
-        if here.redundancy.parity or not any(gone.issuperset(here.redundancy.list_holders(rank)) for rank in gone):
+        gone = {rank for host, rank in membership.noderanks.items() if host in incarnation.mesh.dead}
+        if membership.redundancy.parity or not any(
+            gone.issuperset(membership.redundancy.list_holders(rank)) for rank in gone
+        ):
             return []
         return sorted(name for name, channels in self._channels.items() if channels)
 

@@ -149,7 +149,7 @@ class Sessions:
         Raises:
             Rejected: The process may not train.
         """
-        me, here = self._identity, self._membership
+        identity, membership = self._identity, self._membership
         proto = version.find_common(m.least, m.most)
         if not proto:
             raise RequestRejected(f"the training process speaks {version.describe_mismatch(m.least, m.most)}")
@@ -161,10 +161,10 @@ class Sessions:
             )
         if client in self._clients:
             raise RequestRejected("this connection has already said hello")
-        if here.incarnation is None or here.detached:
+        if membership.incarnation is None or membership.detached:
             raise RequestRejected("this node has no part in a running incarnation of the job")
         await self._wait_for_earlier_process(m)
-        rounds = here.incarnation.rounds
+        rounds = membership.incarnation.rounds
         if not m.rejoin:
             try:
                 async with asyncio.timeout(_ROUND_S):
@@ -203,15 +203,18 @@ class Sessions:
         lost = training.lost[:100]
         if takeover is not None and takeover.lost and training.chosen is None:
             lost = (*lost, f"nothing is taken over from job {takeover.job}: {takeover.lost}")
-        if training.chosen is None and here.incarnation.attach.bereft:
-            lost = (*lost, f"an earlier agent of the job on {me.node} has gone with its directory, and its copies")
+        if training.chosen is None and membership.incarnation.attach.bereft:
+            lost = (
+                *lost,
+                f"an earlier agent of the job on {identity.node} has gone with its directory, and its copies",
+            )
         welcome = local.Welcome(
-            job=me.job,
-            restart=here.restart,
-            epoch=here.epoch,
-            node_rank=here.noderanks[me.node],
-            nodes=here.nodes,
-            replicas=here.replicas,
+            job=identity.job,
+            restart=membership.restart,
+            epoch=membership.epoch,
+            node_rank=membership.noderanks[identity.node],
+            nodes=membership.nodes,
+            replicas=membership.replicas,
             chosen_epoch=chosen.epoch,
             chosen_version=chosen.version,
             chosen_world=training.chosen_world,
@@ -221,16 +224,16 @@ class Sessions:
             proto=proto,
             rejected=self._rejections.list_sentences(name)[-_TOLD:],
             fresh=self._rejections.may_begin_anew(name),
-            parity=here.redundancy.parity,
-            group=here.redundancy.list_group(here.noderanks[me.node]),
-            after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
+            parity=membership.redundancy.parity,
+            group=membership.redundancy.list_group(membership.noderanks[identity.node]),
+            after=membership.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
             training=name,
             closed=closed[name].version if name in closed else 0,
             passed=is_passed(name, [*closed, *(s.name for s in plan.trainings)] if plan is not None else ()),
             others=self._list_others(plan, closed) if plan is not None and training.chosen is None else (),
-            stopped_at=here.stop.at,
-            reached=here.stop.reached.get(name, 0),
-            changes=here.changes[:_TOLD],
+            stopped_at=membership.stop.at,
+            reached=membership.stop.reached.get(name, 0),
+            changes=membership.changes[:_TOLD],
         )
         return welcome, [training.open_page()]
 

@@ -139,10 +139,10 @@ class Spares:
         self._leave_nodes(lost, "gone")
 
     def _build_view_without(self, nodes: Iterable[str]) -> View | None:
-        here = self._membership
-        if here.detached or here.incarnation is None:
+        membership = self._membership
+        if membership.detached or membership.incarnation is None:
             return None
-        return here.incarnation.view.exclude(nodes, here.nodes)
+        return membership.incarnation.view.exclude(nodes, membership.nodes)
 
     def _leave_nodes(self, nodes: Iterable[str], why: str) -> None:
         incarnation, view = self._membership.incarnation, self._build_view_without(nodes)
@@ -178,16 +178,16 @@ class Spares:
         return reason
 
     def _explain_refusal(self, hosts: Sequence[str]) -> str:
-        here = self._membership
-        if here.incarnation is None or here.detached:
+        membership = self._membership
+        if membership.incarnation is None or membership.detached:
             return NO_PART
-        if not here.incarnation.view.spares:
+        if not membership.incarnation.view.spares:
             return "the job has no spares"
-        if here.replicas < 2:
+        if membership.replicas < 2:
             return "the job keeps one copy, on the node itself: it cannot be left"
-        wanted = set(hosts).intersection(here.hosts)
+        wanted = set(hosts).intersection(membership.hosts)
         if not wanted:
-            return "" if set(hosts) <= set(here.lost) else f"the job does not run on {', '.join(hosts)[:200]}"
+            return "" if set(hosts) <= set(membership.lost) else f"the job does not run on {', '.join(hosts)[:200]}"
         if self._build_view_without(wanted | self._moving) is None:
             return "the job has no spare to go on with, or its batch script runs there"
         return ""

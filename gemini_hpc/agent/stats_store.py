@@ -71,66 +71,66 @@ class StatsStore:
 
     def store_traffic(self, name: str, rank: int, state: TrafficState, saved: int = 0) -> None:
         """Store a rank's newest summary. `saved` is the newest sealed version of the training."""
-        told, before = self._open_entry(name, rank)
-        told.state = state
+        entry, before = self._open_entry(name, rank)
+        entry.state = state
         if state.overhead is not None:
-            told.series.add(state.t, state.overhead, state.j, saved)
-        self._record_growth(told, before)
+            entry.series.add(state.t, state.overhead, state.j, saved)
+        self._record_growth(entry, before)
 
     def store_timeline(self, name: str, rank: int, timeline: TimelineState) -> None:
         """Store a rank's newest iteration."""
-        told, before = self._open_entry(name, rank)
-        told.timeline = msgspec.msgpack.encode(timeline)
-        self._record_growth(told, before)
+        entry, before = self._open_entry(name, rank)
+        entry.timeline = msgspec.msgpack.encode(timeline)
+        self._record_growth(entry, before)
 
     def store_data(self, name: str, rank: int, key: str, data: bytes) -> None:
         """Keep a rank's data in place of its earlier data."""
-        told, before = self._open_entry(name, rank)
-        told.key, told.kept = key, data
-        self._record_growth(told, before)
+        entry, before = self._open_entry(name, rank)
+        entry.key, entry.kept = key, data
+        self._record_growth(entry, before)
 
     def recall(self, name: str, rank: int, key: str) -> bytes | None:
         """Return the data kept with this key. Data kept with another key is useless now and dropped."""
-        told = self._ranks.get((name, rank))
-        if told is None or not told.key:
+        entry = self._ranks.get((name, rank))
+        if entry is None or not entry.key:
             return None
-        if told.key == key:
-            return told.kept
-        before = told.size_bytes
-        told.key, told.kept = "", b""
-        self._record_growth(told, before)
+        if entry.key == key:
+            return entry.kept
+        before = entry.size_bytes
+        entry.key, entry.kept = "", b""
+        self._record_growth(entry, before)
         return None
 
     def drop_summary(self, name: str, rank: int) -> None:
         """Drop the summary of a rank that has a new process: it does not describe the new one."""
-        told = self._ranks.get((name, rank))
-        if told is not None:
-            told.state = None
+        entry = self._ranks.get((name, rank))
+        if entry is not None:
+            entry.state = None
 
     def list_summaries(self, name: str, ranks: Iterable[int]) -> tuple[tuple[int, TrafficState], ...]:
         """Return the summaries of those ranks that have sent one, in order."""
         known = ((rank, self._ranks.get((name, rank))) for rank in sorted(ranks))
-        found = ((rank, told.state) for rank, told in known if told is not None and told.state is not None)
+        found = ((rank, entry.state) for rank, entry in known if entry is not None and entry.state is not None)
         return tuple(islice(found, MAX_SHOWN))
 
     def build_record(self, ask: inspect_schema.RecordAsk) -> inspect_schema.Record | None:
         """Return a rank's record, or None if the rank has reported nothing here."""
-        told = self._ranks.get((ask.training, ask.rank))
-        if told is None:
+        entry = self._ranks.get((ask.training, ask.rank))
+        if entry is None:
             return None
-        timeline = msgspec.msgpack.decode(told.timeline, type=TimelineState) if told.timeline else None
-        return inspect_schema.Record(ask.training, ask.rank, timeline, told.series.list_points())
+        timeline = msgspec.msgpack.decode(entry.timeline, type=TimelineState) if entry.timeline else None
+        return inspect_schema.Record(ask.training, ask.rank, timeline, entry.series.list_points())
 
     def _open_entry(self, name: str, rank: int) -> tuple[_Rank, int]:
-        told = self._ranks.get((name, rank))
-        if told is None:
-            told = self._ranks[name, rank] = _Rank()
-            return told, 0
+        entry = self._ranks.get((name, rank))
+        if entry is None:
+            entry = self._ranks[name, rank] = _Rank()
+            return entry, 0
         self._ranks.move_to_end((name, rank))
-        return told, told.size_bytes
+        return entry, entry.size_bytes
 
-    def _record_growth(self, told: _Rank, before_bytes: int) -> None:
-        self._bytes += told.size_bytes - before_bytes
+    def _record_growth(self, entry: _Rank, before_bytes: int) -> None:
+        self._bytes += entry.size_bytes - before_bytes
         while self._bytes > MAX_TOTAL_BYTES:
             _, oldest = self._ranks.popitem(last=False)
             self._bytes -= oldest.size_bytes

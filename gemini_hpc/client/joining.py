@@ -139,14 +139,14 @@ def collect_keepers(notices: Sequence[JoinNotice]) -> placement.Keepers:
     return {n.node_rank: n.holders for n in sorted(notices, key=lambda n: n.node_rank)}
 
 
-def list_targets(notices: Sequence[JoinNotice], mine: JoinNotice) -> list[list[int]]:
+def list_targets(notices: Sequence[JoinNotice], own_notice: JoinNotice) -> list[list[int]]:
     """Return for each rank the ranks to whose nodes its shard goes, in the order of sending.
 
     Raises:
         ValueError: These ranks cannot have parity.
     """
     homes, found = [n.node_rank for n in notices], collect_keepers(notices)
-    if not mine.redundancy.parity:
+    if not own_notice.redundancy.parity:
         return placement.list_targets(homes, found)
     return parity.list_targets(homes, list(found.values()))
 
@@ -163,34 +163,37 @@ def describe_unclosed(notices: Sequence[JoinNotice]) -> str:
     )
 
 
-def find_problem(notices: Sequence[JoinNotice], mine: JoinNotice, *, with_parity: bool = False) -> str:
+def find_problem(notices: Sequence[JoinNotice], own_notice: JoinNotice, *, with_parity: bool = False) -> str:
     """Return why this program cannot be protected, or "" if it can.
 
     Args:
         notices: Notices of all ranks.
-        mine: Notice of this rank.
+        own_notice: Notice of this rank.
         with_parity: The program supports parity.
     """
     found = next((n.problem for n in notices if n.problem), "")
     if found:
         return found
-    if any((n.redundancy, n.epoch, n.chosen) != (mine.redundancy, mine.epoch, mine.chosen) for n in notices):
+    if any(
+        (n.redundancy, n.epoch, n.chosen) != (own_notice.redundancy, own_notice.epoch, own_notice.chosen)
+        for n in notices
+    ):
         return "the ranks' agents do not agree about the job"
-    if mine.redundancy.parity and not with_parity:
+    if own_notice.redundancy.parity and not with_parity:
         return "it cannot do with parity: submit it with --gemini-replicas, not with --gemini-redundancy"
-    nodes, m = sorted({n.node_rank for n in notices}), mine.replicas
+    nodes, m = sorted({n.node_rank for n in notices}), own_notice.replicas
     if m > len(nodes):
-        wanted = f"groups of {m} nodes" if mine.parity else f"{m} replicas"
+        wanted = f"groups of {m} nodes" if own_notice.parity else f"{m} replicas"
         return f"{wanted} asked for, but the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
     lacking = placement.find_stranger(collect_keepers(notices))
     if lacking:
         return (
-            f"the training has ranks on only {len(nodes)} of the job's {mine.nodes} nodes: node rank {lacking[1]} "
-            f"has to hold the copies of node rank {lacking[0]}, but has no ranks; start the training on all nodes "
-            "of the job"
+            f"the training has ranks on only {len(nodes)} of the job's {own_notice.nodes} nodes: node rank "
+            f"{lacking[1]} has to hold the copies of node rank {lacking[0]}, but has no ranks; start the training "
+            "on all nodes of the job"
         )
     try:
-        list_targets(notices, mine)
+        list_targets(notices, own_notice)
     except ValueError as exc:
         return str(exc)
     return ""

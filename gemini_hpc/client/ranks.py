@@ -60,8 +60,8 @@ def derive_ranks(environ: Mapping[str, str]) -> dict[str, str]:
         return {} if any(name in environ for name in _OTHERS_ENV) else _ALONE
     rank, world = (parse_number(environ.get(name, ""), -1) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
     node, local_rank = (parse_number(environ.get(name, ""), -1) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
-    here = _count_tasks(node, environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if not (0 <= rank < world and 0 <= local_rank < here <= world) or "SLURM_HET_SIZE" in environ:
+    local_world = _count_tasks(node, environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if not (0 <= rank < world and 0 <= local_rank < local_world <= world) or "SLURM_HET_SIZE" in environ:
         return {}
     if world == 1:
         return _ALONE
@@ -72,7 +72,7 @@ def derive_ranks(environ: Mapping[str, str]) -> dict[str, str]:
         ports.compute_step_port(base, parse_number(environ.get("SLURM_STEP_ID", ""))),
         parse_number(environ.get(ATTEMPT_ENV, "")),
     )
-    found = (str(value) for value in (rank, world, local_rank, here, _find_first_host(environ), port))
+    found = (str(value) for value in (rank, world, local_rank, local_world, _find_first_host(environ), port))
     return {name: value for name, value in zip(NAMES, found, strict=True) if value}
 
 

@@ -178,7 +178,7 @@ class SealGate:
         quiet_s = max(limit_s, quiet_s) if limit_s == self._timeout_s else limit_s
         degradings = self._degradings
         started = looked = clock.monotonic()
-        stopped_s, there, lost_at = 0.0, False, math.inf
+        stopped_s, is_sealed, lost_at = 0.0, False, math.inf
         try:
             while self.sealed < wanted:
                 now = clock.monotonic()
@@ -207,10 +207,10 @@ class SealGate:
                 if not stuck and now - max(begun, began_at()) > patience_s:
                     return False
                 clock.sleep(_POLL_S)
-            there = True
+            is_sealed = True
             return True
         finally:
-            self._patient = self._patient and there
+            self._patient = self._patient and is_sealed
             self.waited_s += clock.monotonic() - started
 
     def _probes(self) -> bool:

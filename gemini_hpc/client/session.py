@@ -237,17 +237,17 @@ class RankSession:
                 "resumed needs the same name= in each start, none from the clock"
             )
 
-    def say_shared(self, told: Sequence[Sequence[str]]) -> None:
+    def say_shared(self, sentences_by_rank: Sequence[Sequence[str]]) -> None:
         """Print sentences that several ranks share once, with all rank numbers, on the lowest such rank.
 
         Each rank records its own sentences for the report.
 
         Args:
-            told: Sentences of every rank, by rank.
+            sentences_by_rank: Sentences of every rank, by rank.
         """
-        for sentence in dict.fromkeys(told[self.rank]):
+        for sentence in dict.fromkeys(sentences_by_rank[self.rank]):
             self.record_finding(sentence)
-            ranks = [rank for rank, sentences in enumerate(told) if sentence in sentences]
+            ranks = [rank for rank, sentences in enumerate(sentences_by_rank) if sentence in sentences]
             if ranks[0] == self.rank:
                 self.say(f"{name_ranks(ranks)}: {sentence}")
 
@@ -294,19 +294,19 @@ class RankSession:
         """Return the data of every rank, by rank (collective)."""
         return self.ranks.gather_data(data) if self.world > 1 else [data]
 
-    def is_true_on_all(self, mine: bool) -> bool:
-        """Return whether `mine` is true on all ranks (collective)."""
-        return all(word == b"1" for word in self.gather_data(b"1" if mine else b"0"))
+    def is_true_on_all(self, is_true: bool) -> bool:
+        """Return whether `is_true` holds on all ranks (collective)."""
+        return all(word == b"1" for word in self.gather_data(b"1" if is_true else b"0"))
 
-    def join(self, problem: str = "", told: Iterable[str] = ()) -> None:
+    def join(self, problem: str = "", sentences: Iterable[str] = ()) -> None:
         """Find the agent and agree with the other ranks (collective).
 
         Args:
             problem: Reason why this rank cannot be protected.
-            told: Sentences of this rank, printed as `say_shared` does.
+            sentences: Sentences of this rank, printed as `say_shared` does.
         """
         notice = msgspec.structs.replace(
-            self._greet(problem), nth=finished.number_training(self.title), told=tuple(told)
+            self._greet(problem), nth=finished.number_training(self.title), told=tuple(sentences)
         )
         notices = [
             msgspec.msgpack.decode(part, type=JoinNotice) for part in self.gather_data(msgspec.msgpack.encode(notice))
@@ -397,10 +397,10 @@ class RankSession:
             self._progress = None
 
     def _report_wait(self, waited_s: float, why: str) -> None:
-        said = joining.describe_wait(waited_s, why)
-        if said not in ("", self._waiting_said):
-            self._waiting_said = said
-            self.say_once(said)
+        sentence = joining.describe_wait(waited_s, why)
+        if sentence not in ("", self._waiting_said):
+            self._waiting_said = sentence
+            self.say_once(sentence)
 
     def try_again(self, why: str) -> NoReturn:
         """End this launch, on every rank alike, because a version exists that this launch cannot load.
@@ -427,8 +427,8 @@ class RankSession:
             f"resume() before the loop; to begin anew on purpose, give the {self._what} another name, or submit a "
             "new job"
         )
-        for told in self.on_lost:
-            told(why)
+        for callback in self.on_lost:
+            callback(why)
 
     # ---- what the agent has ----------------------------------------------------------------------------
 
@@ -515,8 +515,8 @@ class RankSession:
                 if not hand_back(keeper.shard, self.name, exchange, self.epoch, chosen):
                     # the agent has its own memory for this shard, because only the connection broke
                     keeper.shard = map_agent_memory(keeper.shard, self.name, exchange, keeper.shard.map_onto)
-        for told in self.on_rejoin:
-            told(exchange)
+        for callback in self.on_rejoin:
+            callback(exchange)
         exchange(local.Event(name="rejoined", version=self.version, t=clock.time(), detail=f"rank {self.rank}"))
         return True
 
@@ -543,5 +543,5 @@ class RankSession:
         self.findings.append(reason)
         self.say(f"rank {self.rank}: this {self._what} is no longer protected: {reason}")
         self.record_event("unprotected", reason)
-        for told in self.on_lost:
-            told(reason)
+        for callback in self.on_lost:
+            callback(reason)

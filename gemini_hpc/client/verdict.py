@@ -68,5 +68,5 @@ class StartVerdict:
         """Record that a rank has refused, so no rank is protected; return whether this rank did."""
         with self.lock:
             self.awaited = self.protected = False
-            mine, self.refused = self.refused, True
-            return mine
+            had_refused, self.refused = self.refused, True
+            return had_refused

@@ -32,11 +32,11 @@ class Accounting:
         Raises:
             SlurmError: Slurm did not answer.
         """
-        until, there = self._there
+        until, has_accounting = self._there
         if clock.monotonic() >= until:
-            there = await self._slurm.has_accounting()
-            self._there = (clock.monotonic() + _ACCOUNTING_KEPT_S, there)
-        return there and await self._slurm.read_admin_level(user) in _MAY
+            has_accounting = await self._slurm.has_accounting()
+            self._there = (clock.monotonic() + _ACCOUNTING_KEPT_S, has_accounting)
+        return has_accounting and await self._slurm.read_admin_level(user) in _MAY
 
 
 def find_operators(settings: Settings, slurm: SlurmApi) -> Operators:

@@ -186,8 +186,8 @@ class JobWatch:
         taken = [host for host in left if host in nodes and not nodes[host].is_down]
         if taken:
             track.give_up(job.restarts, taken)
-            told = f"the job was made smaller while it ran: without {','.join(taken[:16])}"
-            self._recoveries.log_event(track.raw_id, job.restarts, "shrunk", "", told)
+            detail = f"the job was made smaller while it ran: without {','.join(taken[:16])}"
+            self._recoveries.log_event(track.raw_id, job.restarts, "shrunk", "", detail)
 
     def _check_agents(self, track: Track) -> None:
         """Log facts for the user about a job that has begun to run, once for each incarnation.
@@ -203,9 +203,9 @@ class JobWatch:
         if track.looked == job.restarts or clock.monotonic() - since[1] < PARTLY_S:
             return
         track.looked = job.restarts
-        there = {a.host for a in track.agents.values() if a.is_connected and a.restart == job.restarts}
-        missing = [host for host in job.nodes if host not in there]
-        if there and missing:
+        present = {a.host for a in track.agents.values() if a.is_connected and a.restart == job.restarts}
+        missing = [host for host in job.nodes if host not in present]
+        if present and missing:
             shown = ",".join(missing[:16]) + ("" if len(missing) <= 16 else f" and {len(missing) - 16} more")
             self._recoveries.log_event(track.raw_id, job.restarts, "partly_protected", "", f"no agent on {shown}")
 

@@ -48,14 +48,14 @@ class DrainWatch:
             partition = track.job.partition if track.job is not None else ""
             if (state := partitions.get(partition, "UP")) != "UP":
                 draining.add((partition, state))
-            told = self._told.get((raw_id, restart), set())
-            if new := draining - told:
+            reported = self._told.get((raw_id, restart), set())
+            if new := draining - reported:
                 agents = [a for a in track.agents.values() if a.is_connected and a.restart == restart]
                 hosts = tuple(sorted(name for name, state in new if not state))
                 of = next((f"partition {name} is {state}" for name, state in new if state), "")
                 for agent in agents:
                     agent.link.send(Draining(raw_id, hosts, of))
-                draining = draining if agents else told
+                draining = draining if agents else reported
             self._told[raw_id, restart] = draining
 
 

@@ -77,17 +77,17 @@ class Primary:
         up = {name for name, answers in await self._slurm.ping_slurmctlds() if answers}
         for name, address in hosts:
             if name in up:
-                here = is_here(name, address)
-                if not here:
+                is_local = is_here(name, address)
+                if not is_local:
                     self._charge_since = None
                 elif self._charge_since is None:
                     self._charge_since = clock.monotonic()
-                return PrimaryHost(here, name, False)
+                return PrimaryHost(is_local, name, False)
         return PrimaryHost(False, "", False)
 
     async def wait_in_charge(self) -> SlurmConfig:
         """Wait until the slurmctld in charge is on this host. Log the reason for waiting once."""
-        said = ""
+        logged = ""
         while True:
             try:
                 standing = await self.find_primary()
@@ -96,8 +96,8 @@ class Primary:
                 why = f"the slurmctld in charge is on {standing.host or 'no host that answers'}"
             except SlurmError as exc:
                 why = str(exc)
-            if why != said:
-                said = why
+            if why != logged:
+                logged = why
                 log.info("event=standby reason=%s", why)
             await asyncio.sleep(LOOK_S)
 

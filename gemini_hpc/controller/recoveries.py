@@ -364,9 +364,9 @@ class Recoveries:
             self.log_event(raw_id, restart, "taken_over", "", "by a restarted controller")
             helper = recovery.build_requeue(job, names["survivors"], names["dead"])
             alive = {r.name for r in await self.slurm.read_reservations()}
-            there = [name for name in reserved if name in alive]
-            helper.held.name = there[-1] if there else ""
-            for name in there[:-1]:
+            existing = [name for name in reserved if name in alive]
+            helper.held.name = existing[-1] if existing else ""
+            for name in existing[:-1]:
                 await self._delete(job, name)
             nodes = await self.slurm.read_nodes()
             helper.held.wanted = recovery.count_wanted(job, nodes, len(names["dead"]))

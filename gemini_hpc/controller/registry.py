@@ -62,13 +62,13 @@ class ConnectedAgent:
     has_told_waits: bool = False  # whether `Waits` was sent: its job is pending
     since: float = field(default_factory=clock.time)
 
-    def apply_registration(self, said: Registration) -> None:
+    def apply_registration(self, registration: Registration) -> None:
         """Take over the agent's facts about itself, from its first and each later registration."""
-        self.restart, self.replicas, self.state = said.restart, said.replicas, said.state[:32]
-        self.parity = said.parity
-        self.port = said.port if 0 < said.port < 65536 else self.port
-        self.spares, self.without = said.spares, frozenset(said.without)
-        self.is_rescuing, self.has_finished = said.rescuing, said.finished
+        self.restart, self.replicas, self.state = registration.restart, registration.replicas, registration.state[:32]
+        self.parity = registration.parity
+        self.port = registration.port if 0 < registration.port < 65536 else self.port
+        self.spares, self.without = registration.spares, frozenset(registration.without)
+        self.is_rescuing, self.has_finished = registration.rescuing, registration.finished
 
     @property
     def is_connected(self) -> bool:
@@ -399,10 +399,10 @@ class Registry:
         from elsewhere that a node lives.
         """
         agents = [t.agents[host] for t in self.jobs.values() if host in t.agents]
-        here = [a for a in agents if a.is_connected and a.is_verified]
-        if any(clock.monotonic() - a.link.last_heard < FRESH_S for a in here):
+        verified = [a for a in agents if a.is_connected and a.is_verified]
+        if any(clock.monotonic() - a.link.last_heard < FRESH_S for a in verified):
             return True
-        for agent in here:
+        for agent in verified:
             agent.link.send(InspectAsk())
         return False
 

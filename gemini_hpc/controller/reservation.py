@@ -146,22 +146,26 @@ class Held:
         """Take survivors of this job out of other recoveries' reservations, where they are only candidates."""
         for other in others:
             theirs = self.find_survivors(other.name) if other.name.startswith(PREFIX) else None
-            if theirs is None or not (mine := set(keep) & set(other.nodes) - set(theirs)):
+            if theirs is None or not (own_survivors := set(keep) & set(other.nodes) - set(theirs)):
                 continue
-            rest = [n for n in other.nodes if n not in mine]
+            rest = [n for n in other.nodes if n not in own_survivors]
             if not rest:
                 continue
-            self.write_journal("take", "before", name=other.name, nodes=sorted(mine))
+            self.write_journal("take", "before", name=other.name, nodes=sorted(own_survivors))
             try:
                 await self.slurm.change_reservation(other.name, rest)
             except SlurmUnreachable:
                 raise
             except SlurmError as exc:
-                self.log_event("reserve_refused", "", f"{','.join(sorted(mine))} stay in {other.name}: {exc}")
+                self.log_event(
+                    "reserve_refused", "", f"{','.join(sorted(own_survivors))} stay in {other.name}: {exc}"
+                )
                 continue
             self.write_journal("take", "after", name=other.name)
             self.log_event(
-                "taken_back", "", f"{','.join(sorted(mine))} taken out of {other.name}: survivors of this job"
+                "taken_back",
+                "",
+                f"{','.join(sorted(own_survivors))} taken out of {other.name}: survivors of this job",
             )
 
     async def adapt_nodes(
@@ -175,10 +179,10 @@ class Held:
             return
         async with self.reserving:
             reservations = await self.slurm.read_reservations()
-            mine = next((r for r in reservations if r.name == self.name), None)
-            if mine is None:
+            reservation = next((r for r in reservations if r.name == self.name), None)
+            if reservation is None:
                 return
-            rest = [n for n in mine.nodes if n not in without]
+            rest = [n for n in reservation.nodes if n not in without]
             spare = [n for n in rest if n not in keep and n in nodes and nodes[n].is_up]
             idle = sum(nodes[n].is_idle or "RESERVED" in nodes[n].flags for n in spare)
             taken = {n for r in reservations for n in r.nodes}
@@ -189,7 +193,7 @@ class Held:
                 full = len(spare) >= self.wanted
                 more += [n for n in found if nodes[n].is_idle or not full]
             for chosen in ([*rest, *more], rest):
-                if chosen and chosen != list(mine.nodes) and await self._change(chosen, mine.nodes):
+                if chosen and chosen != list(reservation.nodes) and await self._change(chosen, reservation.nodes):
                     return
 
     async def _change(self, chosen: list[str], before: Collection[str]) -> bool:

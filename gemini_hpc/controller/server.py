@@ -383,8 +383,8 @@ class Controller:
                 agent.link.send(controller.Holders(agent.job, track.find_holders(agent.restart)))
             else:  # the job's predecessor; an unknown job and another user's are answered alike
                 other = self.registry.jobs.get(message.job)
-                mine = other is not None and other.user_id == track.user_id
-                ports = other.list_ports() if other is not None and mine else {}
+                is_same_owner = other is not None and other.user_id == track.user_id
+                ports = other.list_ports() if other is not None and is_same_owner else {}
                 agent.link.send(controller.Holders(message.job, ports))
         elif isinstance(message, controller.EventsUp):
             if message.job == agent.job:

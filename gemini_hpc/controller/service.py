@@ -30,11 +30,11 @@ log = logging.getLogger("gemini_hpc.controller")
 def _record_way(settings: Settings, way: Way) -> None:
     """Record the way to Slurm in the log and, for `doctor`, on disk."""
     log.log(logging.WARNING if way.is_fallback else logging.INFO, "event=slurm-api used=%s why=%s", way.name, way.why)
-    told = ApiRecord(settings.slurm_api, way.name, way.why, way.is_fallback, clock.time())
+    record = ApiRecord(settings.slurm_api, way.name, way.why, way.is_fallback, clock.time())
     path = os.path.join(settings.state_dir, FILE)
     try:
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
-        replace_file(path, msgspec.json.encode(told))
+        replace_file(path, msgspec.json.encode(record))
     except OSError as exc:
         log.warning("event=slurm-api-not-kept path=%s %s", path, exc.strerror)
 

@@ -105,10 +105,10 @@ class Survivors:
         """Return the survivors that a pin may name. Log the changes."""
         out = self.list_left_out(is_patient=is_patient)
         for name in self.names:
-            why, told = out.get(name, ""), self._told.get(name, "")
-            if why and not told:
+            why, reported = out.get(name, ""), self._told.get(name, "")
+            if why and not reported:
                 self.log_event("survivor_left_out", name, why)
-            elif told and not why:
+            elif reported and not why:
                 self.log_event("survivor_back", name, "")
             self._told[name] = why
         return tuple(n for n in self.names if n not in out)

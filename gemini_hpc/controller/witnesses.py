@@ -20,26 +20,26 @@ class Witnesses:
     def record_witnesses(self, restart: int, node: str, who: Iterable[str], now: float) -> None:
         """Record that these witnesses report a node of this incarnation as silent."""
         self._forget(now)
-        said = self._said.setdefault((restart, node), {})
-        said.update(dict.fromkeys(who, now))
+        reports = self._said.setdefault((restart, node), {})
+        reports.update(dict.fromkeys(who, now))
 
     def withdraw_reports(self, restart: int, who: str, but: Collection[str]) -> None:
         """Withdraw a witness's reports about all nodes of the incarnation except those in `but`."""
-        for (of, node), said in self._said.items():
+        for (of, node), reports in self._said.items():
             if of == restart and node not in but:
-                said.pop(who, None)
+                reports.pop(who, None)
 
     def list_fresh(self, restart: int, node: str, now: float, *, counts_later: bool = False) -> frozenset[str]:
         """Return the agents that have reported the node lately. With `counts_later`, include later incarnations."""
         found = [
             who
-            for (of, host), said in self._said.items()
+            for (of, host), reports in self._said.items()
             if host == node and (of == restart or (counts_later and of > restart))
-            for who, at in said.items()
+            for who, at in reports.items()
             if now - at <= FRESH_S
         ]
         return frozenset(found)
 
     def _forget(self, now: float) -> None:
-        kept = {key: {w: t for w, t in said.items() if now - t <= FRESH_S} for key, said in self._said.items()}
-        self._said = {key: said for key, said in kept.items() if said}
+        kept = {key: {w: t for w, t in reports.items() if now - t <= FRESH_S} for key, reports in self._said.items()}
+        self._said = {key: reports for key, reports in kept.items() if reports}

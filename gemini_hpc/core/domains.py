@@ -148,10 +148,10 @@ def _choose_ring_members(domains: Sequence[str], size: int, others: int) -> list
             all_in.update(set(_list_levels(domain)))
         else:
             alone.append([rank])
-    here = Counter[str]()
+    in_ring = Counter[str]()
 
     def compute_cost(domain: str) -> list[int]:
-        return [here[name] + 1 - -(-(all_in[name] - here[name]) // others) for name in _list_levels(domain)]
+        return [in_ring[name] + 1 - -(-(all_in[name] - in_ring[name]) // others) for name in _list_levels(domain)]
 
     waiting = [(compute_cost(domain), -ranks[-1], domain, ranks) for domain, ranks in own.items()]
     waiting += [([0], -ranks[-1], "", ranks) for ranks in alone]
@@ -164,7 +164,7 @@ def _choose_ring_members(domains: Sequence[str], size: int, others: int) -> list
             heappush(waiting, (now, last, domain, ranks))
             continue
         members.append(ranks.pop())
-        here.update(set(_list_levels(domain)))
+        in_ring.update(set(_list_levels(domain)))
         if ranks:
             heappush(waiting, (compute_cost(domain), -ranks[-1], domain, ranks))
     return members

@@ -68,7 +68,7 @@ class IntervalReporter:
         self.settled = True
         budget.end_first_phase()
 
-    def report(self, j: int, s: int, reason: Callable[[bool], Reason], *, mine: bool, advice: str = "") -> None:
+    def report(self, j: int, s: int, reason: Callable[[bool], Reason], *, is_cause: bool, advice: str = "") -> None:
         """Tell the user which versions are not saved, or should not be.
 
         Args:
@@ -76,14 +76,14 @@ class IntervalReporter:
             s: Iterations until a version is awaited.
             reason: Returns the reason. Its argument is whether the user hears it now, which is worth a search for
                 details.
-            mine: Whether this rank is the one that needs this j.
+            is_cause: Whether this rank is the one that needs this j.
             advice: What the user hears in place of the consequences where j is not in effect.
         """
         news = j >= _TELL_AGAIN * self._told or self._told <= 1 < j
         self.reason = ""
         if news:
             self._told = j
-        if j <= 1 or not mine:
+        if j <= 1 or not is_cause:
             return
         why, helps = reason(news)
         self.reason = f"{why}; what helps: {helps}"

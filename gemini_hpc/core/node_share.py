@@ -98,25 +98,25 @@ def _count_gpus(gres: str) -> int:
     return count
 
 
-def compute_share(there: Shape, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
+def compute_share(shape: Shape, node: str, nodelist: str, cpus: str, gpus: str) -> Share:
     """Return the share of a job that has a part of a node; the whole node if the share cannot be known.
 
     Args:
-        there: Shape of the node.
+        shape: Shape of the node.
         node: Name of the node.
         nodelist: Hostlist expression of the job's nodes.
         cpus: Value of SLURM_JOB_CPUS_PER_NODE.
         gpus: Value of SLURM_JOB_GPUS.
     """
-    mine = _count_cpus(cpus, node, nodelist)
-    if not mine or not there.cpus:
+    own_cpus = _count_cpus(cpus, node, nodelist)
+    if not own_cpus or not shape.cpus:
         return WHOLE
-    parts = [Share(mine / there.cpus, f"{mine} of {there.cpus} CPUs")]
+    parts = [Share(own_cpus / shape.cpus, f"{own_cpus} of {shape.cpus} CPUs")]
     if gpus:
         count = sum(_count_indices(item) for item in gpus.split(","))
-        if not there.gpus:
+        if not shape.gpus:
             return WHOLE
-        parts.append(Share(count / there.gpus, f"{count} of {there.gpus} GPUs"))
+        parts.append(Share(count / shape.gpus, f"{count} of {shape.gpus} GPUs"))
     largest = max(parts, key=lambda share: share.part)
     return largest if largest.part < 1 else WHOLE
 

@@ -79,20 +79,22 @@ class Parities:
         made, whole = [], True
         for shard, stripe in zip(shards, stripes, strict=True):
             dest = by_rank[shard.home % N]
-            mine = _list_others(shard.rank, stripe, shards)
-            if dest in self._find_matching(shard, mine, of.parity):
+            others = _list_others(shard.rank, stripe, shards)
+            if dest in self._find_matching(shard, others, of.parity):
                 continue
             beside = {
                 rank: next(iter(held.items()))
                 for rank in stripe
                 if (held := self._find_matching(shards[rank], _list_others(rank, stripe, shards), of.parity))
             }
-            room = max(parity.compute_block_bytes(member.bytes, len(stripe), of.parity) for member in mine)
+            room = max(parity.compute_block_bytes(member.bytes, len(stripe), of.parity) for member in others)
             used = {rank: shards[rank].used for rank in stripe}
-            there = {rank: (where[rank][0], shards[rank]) for rank in stripe if rank in where}
+            available = {rank: (where[rank][0], shards[rank]) for rank in stripe if rank in where}
             rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
             try:
-                folds = parity.derive_encoding_without(stripe, shard.rank, used, there.keys(), rooms, of.parity, room)
+                folds = parity.derive_encoding_without(
+                    stripe, shard.rank, used, available.keys(), rooms, of.parity, room
+                )
             except ValueError:
                 whole = False
                 continue
@@ -105,11 +107,11 @@ class Parities:
                 parity.compute_parity_bytes(stripe, shard.rank, used, of.parity, room),
                 shard.stamp,
                 "",
-                of=mine,
+                of=others,
                 blocks=of.parity,
                 room=room,
             )
-            made.append(RebuiltCopy(dest, copy, _list_parts(folds, there, beside)))
+            made.append(RebuiltCopy(dest, copy, _list_parts(folds, available, beside)))
         return made, whole
 
     def _find_matching(self, shard: Copy, members: tuple[Member, ...], blocks: int) -> dict[str, Copy]:
@@ -141,14 +143,14 @@ class Parities:
                 members.setdefault(member.rank, set()).add(member)
         shards: dict[int, tuple[str, Copy]] = {}
         for rank in stripe:
-            said, contents = members.get(rank, set()), ranks.get(rank, {})
-            if len(said) > 1:
+            stated, contents = members.get(rank, set()), ranks.get(rank, {})
+            if len(stated) > 1:
                 return None
-            known = {(member.digest, member.used) for member in said}
+            known = {(member.digest, member.used) for member in stated}
             # in a stripe of two no other parity states the remaining member's content
             if found := next((kept for key, kept in contents.items() if key in known or not known), None):
                 shards[rank] = next(iter(found.items()))
-        used = {rank: member.used for rank, said in members.items() for member in said}
+        used = {rank: member.used for rank, stated in members.items() for member in stated}
         used |= {rank: copy.used for rank, (_, copy) in shards.items()}
         rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
         try:

@@ -112,13 +112,13 @@ def find_step(name: str, series: str, restart: int, closed: Iterable[Closed], he
     A step counts when it has closed all trainings that it had begun. Otherwise the next step is another start of it.
     `held` are the trainings that have a version to resume from.
     """
-    mine = {
+    closings = {
         c.training: c for c in closed if c.series and c.restart == restart and Place.parse(c.training).name == name
     }
-    again = [Place.parse(c.training).step for c in mine.values() if c.series == series]
+    again = [Place.parse(c.training).step for c in closings.values() if c.series == series]
     if again:
         return max(again)
-    last = max((Place.parse(c).step for c in mine), default=0)
-    if last and any(Place.parse(h)[:2] == (name, last) and h not in mine for h in held):
+    last = max((Place.parse(c).step for c in closings), default=0)
+    if last and any(Place.parse(h)[:2] == (name, last) and h not in closings for h in held):
         return last
     return min(last + 1, PLACES)

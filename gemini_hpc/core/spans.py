@@ -272,7 +272,7 @@ def add_lag(profile: Profile, lag_s: float) -> Profile:
     )
 
 
-def intersect_profiles(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Window]:
+def intersect_profiles(own_profile: Profile, others: Sequence[tuple[Profile, float]]) -> list[Window]:
     """Return the windows of my spans in which all others are idle.
 
     The windows are in order of time, those before the gate first.
@@ -282,16 +282,16 @@ def intersect_profiles(mine: Profile, others: Sequence[tuple[Profile, float]]) -
     because later bytes delay that rank's optimizer. The last window before the gate is always present, possibly with
     length 0: Algorithm 2 treats it as infinite.
     """
-    gate = max(0.0, min([mine.gate_s, *(shift + other.gate_s for other, shift in others)]))
+    gate = max(0.0, min([own_profile.gate_s, *(shift + other.gate_s for other, shift in others)]))
     free = [(-inf, inf)]
     for other, shift in others:
-        free = intersect_intervals(free, _list_idle_times(other, shift, mine.iteration_s))
+        free = intersect_intervals(free, _list_idle_times(other, shift, own_profile.iteration_s))
     ends = [end for _, end in free]
-    closing = _build_closing_window(mine, gate)
+    closing = _build_closing_window(own_profile, gate)
     windows: list[Window] = []
     for before_gate in (True, False):
-        for index, span in enumerate(mine.spans):
-            first, last = _cut_span(span, before_gate, gate, mine.gate_s)
+        for index, span in enumerate(own_profile.spans):
+            first, last = _cut_span(span, before_gate, gate, own_profile.gate_s)
             overlap = free[bisect_right(ends, first) : bisect_left(ends, last) + 1]
             for start, end in intersect_intervals([(first, last)], overlap):
                 # Keep an uncut length as it is: recomputing would round it.
@@ -302,7 +302,7 @@ def intersect_profiles(mine: Profile, others: Sequence[tuple[Profile, float]]) -
     return windows
 
 
-def cap_windows(mine: Profile, windows: Sequence[Window], others: Sequence[Profile]) -> list[Window]:
+def cap_windows(own_profile: Profile, windows: Sequence[Window], others: Sequence[Profile]) -> list[Window]:
     """Return the same windows, cut to the idle time of the ranks with my pattern.
 
     These ranks launch the same operations. Their span begins when mine does, whatever any clock shows, because it
@@ -311,7 +311,7 @@ def cap_windows(mine: Profile, windows: Sequence[Window], others: Sequence[Profi
     lengths = [{(span.after, span.before_gate): span.length_s for span in other.spans} for other in others]
     found = []
     for window in windows:
-        span = mine.spans[window.span]
+        span = own_profile.spans[window.span]
         room_s = min((known.get((span.after, span.before_gate), 0.0) for known in lengths), default=inf)
         found.append(window._replace(length_s=max(0.0, min(window.length_s, room_s - window.delay_s))))
     return found
@@ -405,14 +405,14 @@ def _cut_span(span: Span, before_gate: bool, gate: float, own_gate: float) -> tu
     return (start, end) if span.before_gate == before_gate else (start, start)
 
 
-def _build_closing_window(mine: Profile, gate: float) -> Window:
+def _build_closing_window(own_profile: Profile, gate: float) -> Window:
     """Return the empty window at the end of my last span that has begun by the gate.
 
     If no span has begun, the window is before my first span.
     """
-    begun = sum(span.before_gate and span.start_s <= gate for span in mine.spans)
+    begun = sum(span.before_gate and span.start_s <= gate for span in own_profile.spans)
     index = max(0, begun - 1)
-    span = mine.spans[index]
+    span = own_profile.spans[index]
     return Window(index, span.after, True, max(0.0, min(span.end_s, gate) - span.start_s), 0.0)
 
 

@@ -124,7 +124,7 @@ class SaveInterval:
             self.j = max(need.j for need in needs)
             self._told.end_first_phase(self._budget)
             because = next(rank for rank, need in enumerate(needs) if need.j == self.j)
-            self._told.report(self.j, self._awaited, lambda news: self._find_reason(), mine=self._rank == because)
+            self._told.report(self.j, self._awaited, lambda news: self._find_reason(), is_cause=self._rank == because)
         self._next = version + self.j
 
     @property

@@ -55,11 +55,11 @@ def find_place(pid: int | str = "self") -> Place | None:
     )
 
 
-def find_lowest_limit(here: Place) -> tuple[int, str] | None:
+def find_lowest_limit(place: Place) -> tuple[int, str] | None:
     """Return (bytes, file with that limit) of the lowest limit from here up to the top, or None without a limit."""
     lowest: tuple[int, str] | None = None
-    for directory in here.walk_up():
-        path = f"{directory}/{memory_cgroup.name_limit_file(here.version)}"
+    for directory in place.walk_up():
+        path = f"{directory}/{memory_cgroup.name_limit_file(place.version)}"
         try:
             with open(path, encoding="ascii", errors="replace") as f:
                 text = f.read(64).strip()
@@ -90,29 +90,29 @@ def prepare(settings: Settings, total_bytes: int, agents: int) -> Choice:
         agents: Number of agents that get room for their own processes on top of the cap. Root counts them and sets
             the limit while it keeps every other prolog out.
     """
-    here = find_place()
-    choice = memory_cgroup.choose_cgroup(here, settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
-    if here is None or choice.how not in ("v1", "v2"):
+    place = find_place()
+    choice = memory_cgroup.choose_cgroup(place, settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
+    if place is None or choice.how not in ("v1", "v2"):
         return choice
-    used = max(0, _read_number(choice.directory, memory_cgroup.name_usage_file(here.version)))
+    used = max(0, _read_number(choice.directory, memory_cgroup.name_usage_file(place.version)))
     limit_bytes = compute_cap_bytes(settings, total_bytes) + agents * memory_cgroup.AGENT_ROOM_BYTES
-    problem = _apply_steps(memory_cgroup.plan_agents_cgroup(here, choice, limit_bytes, used))
+    problem = _apply_steps(memory_cgroup.plan_agents_cgroup(place, choice, limit_bytes, used))
     return Choice("stay", why=problem) if problem else choice
 
 
 def find_shortage(choice: Choice, settings: Settings) -> str:
     """Return why one more agent would take memory from others, perhaps from the training; "" if there is room."""
-    here, needed = find_place(), memory_cgroup.AGENT_ROOM_BYTES
+    place, needed = find_place(), memory_cgroup.AGENT_ROOM_BYTES
     free = read_meminfo()["MemAvailable"] - settings.memory_floor_bytes
     if free < needed:
         floor = _format_mib(settings.memory_floor_bytes)
         room = f"{_format_mib(free)} are free above the floor of {floor}"
         return f"no memory for its agent: it needs {_format_mib(needed)}, {room}"
-    if here is None:
+    if place is None:
         return ""
-    at = {"stay": here.path, "systemd": f"/{memory_cgroup.SLICE}"}.get(choice.how)
-    for directory in replace(here, path=at or choice.directory.removeprefix(here.mount)).walk_up():
-        free_here = _read_free_bytes(here.version, directory)
+    at = {"stay": place.path, "systemd": f"/{memory_cgroup.SLICE}"}.get(choice.how)
+    for directory in replace(place, path=at or choice.directory.removeprefix(place.mount)).walk_up():
+        free_here = _read_free_bytes(place.version, directory)
         if free_here is not None and free_here < needed:
             room = f"{directory} has {_format_mib(free_here)} left"
             return f"no memory for its agent: it needs {_format_mib(needed)}, {room}"
@@ -169,30 +169,30 @@ def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[AgentCg
             _ask_systemd(job, pid, limit_bytes)
         except OSError as exc:
             return NO_GROUP, f"systemd: {exc.strerror or exc}"
-        there = find_place(pid)
+        agent_place = find_place(pid)
         return (
-            (AgentCgroup(2, (there.locate_directory(),)), "")
-            if there is not None
+            (AgentCgroup(2, (agent_place.locate_directory(),)), "")
+            if agent_place is not None
             else (NO_GROUP, "the agent's scope is not visible")
         )
-    here = find_place()
-    if here is None:  # it was visible when the choice was made
+    place = find_place()
+    if place is None:  # it was visible when the choice was made
         return NO_GROUP, "no memory cgroup is visible any more"
     directory = memory_cgroup.locate_job_directory(choice, job)
-    problem = _apply_steps(memory_cgroup.plan_job_cgroup(here, choice, job, limit_bytes)) or _enter(directory, pid)
+    problem = _apply_steps(memory_cgroup.plan_job_cgroup(place, choice, job, limit_bytes)) or _enter(directory, pid)
     # v2: the parent cgroup holds processes of an older release. Sharing with them is better than staying in
     # slurmd's.
     if problem:
         return NO_GROUP, _enter(choice.directory, pid) or f"the agent has no cgroup of its own: {problem}"
-    return AgentCgroup(here.version, (directory, *_enter_other_hierarchies(here, choice, job, pid))), ""
+    return AgentCgroup(place.version, (directory, *_enter_other_hierarchies(place, choice, job, pid))), ""
 
 
-def _enter_other_hierarchies(here: Place, choice: Choice, job: int, pid: int) -> list[str]:
+def _enter_other_hierarchies(place: Place, choice: Choice, job: int, pid: int) -> list[str]:
     """Enter the process into cgroups of v1's other hierarchies. Return the directories entered."""
-    if here.version != 1:
+    if place.version != 1:
         return []
     mountinfo = _read_text("/proc/self/mountinfo")
-    below = choice.directory[len(here.mount) :]
+    below = choice.directory[len(place.mount) :]
     found = memory_cgroup.plan_other_hierarchies(mountinfo, below, job)
     return [at for at, steps in found.items() if not _apply_steps(steps) and not _enter(at, pid)]
 
@@ -334,12 +334,12 @@ class Room:
     """The room for copies in the cgroups of this process."""
 
     def __init__(self, settings: Settings) -> None:
-        here = find_place()
-        self.path = here.path if here is not None else ""
+        place = find_place()
+        self.path = place.path if place is not None else ""
         self._settings = settings
-        self._version = here.version if here is not None else 0
-        self._directories = list(here.walk_up()) if here is not None else []
-        self._ours = 2 if here is not None and memory_cgroup.is_job_cgroup(here, settings.agent_cgroup) else 0
+        self._version = place.version if place is not None else 0
+        self._directories = list(place.walk_up()) if place is not None else []
+        self._ours = 2 if place is not None and memory_cgroup.is_job_cgroup(place, settings.agent_cgroup) else 0
 
     def read_share_bytes(self) -> int | None:
         """Return this job's share of the cap as root has set it; None if the job has no cgroup of its own."""

@@ -77,10 +77,12 @@ def _end_incarnation(
     # Enter the end first: from here on the agent's time is limited, whatever fails later.
     _record_end(run_fd, run_dir, job, uid, restart)
     try:
-        there, patience_s = job_directory.has_directory(run_fd, job, uid), 0.0
-        if not there and (there := again.make_directory(run_dir, job, uid)):
+        has_directory, patience_s = job_directory.has_directory(run_fd, job, uid), 0.0
+        if not has_directory and (has_directory := again.make_directory(run_dir, job, uid)):
             patience_s = MOVES_S
-        outcome = _report_end(run_dir, job, uid, restart, exit_code, deadline, patience_s) if there else _FAILED
+        outcome = (
+            _report_end(run_dir, job, uid, restart, exit_code, deadline, patience_s) if has_directory else _FAILED
+        )
         if outcome > _CHECK:
             outcome -= _CHECK
             health_report.start(settings, job, restart, place[0])
@@ -149,12 +151,12 @@ def _connect_to_agent(directory: str, uid: int, answer_by: float, patience_s: fl
 def _record_end(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> None:
     try:
         # `read_entry_status` never enters a file system that a user has mounted there
-        there = job_directory.read_entry_status(run_fd, str(job)) is not None
+        has_directory = job_directory.read_entry_status(run_fd, str(job)) is not None
     except job_directory.JobDirError:
-        there = True
+        has_directory = True
     try:
         with ledger.open_ledger(run_dir, LEDGER_S) as entries:
-            if there or entries.get(job) is not None:
+            if has_directory or entries.get(job) is not None:
                 entries.record_end(job, uid, restart)
     except OSError as exc:
         log_fault("epilog", job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
@@ -177,10 +179,10 @@ def _finish_release(run_fd: int, run_dir: str, job: int) -> None:
         job_directory.remove(run_fd, str(job))
 
 
-def _choose_hold_status(restart: int, said: object) -> int:
-    if said == restart:
+def _choose_hold_status(restart: int, answer: object) -> int:
+    if answer == restart:
         return _HOLD_THIS
-    return _HOLD_FORMER if restart > 0 and said == restart - 1 else _KEPT
+    return _HOLD_FORMER if restart > 0 and answer == restart - 1 else _KEPT
 
 
 def _hold_survivors(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:

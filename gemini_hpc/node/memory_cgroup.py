@@ -147,53 +147,53 @@ def _decode_octal(text: str) -> str:
     return _OCTAL.sub(lambda m: chr(int(m[1], 8)), text)
 
 
-def choose_cgroup(here: Place | None, setting: str, *, systemd: bool) -> Choice:
+def choose_cgroup(place: Place | None, setting: str, *, systemd: bool) -> Choice:
     """Choose the cgroup for the agents of this node.
 
     On v2 the whole tree belongs to systemd, so systemd makes the cgroup. On v1 systemd shares the tree.
 
     Args:
-        here: The prolog's own place.
+        place: The prolog's own place.
         setting: `agent_cgroup` of gemini.toml.
         systemd: Whether systemd runs this host.
     """
-    if setting == NONE or here is None:
+    if setting == NONE or place is None:
         missing = setting not in ("", NONE)
         return Choice("stay", why=f"agent_cgroup is {setting!r}, and no memory cgroup is visible here" * missing)
-    if not setting and systemd and here.version == 2:
+    if not setting and systemd and place.version == 2:
         return Choice("systemd")
     path = setting or DEFAULT_PATH
     if not path.startswith("/") or path.rstrip("/") != os.path.normpath(path) or path == "/":
         return Choice("stay", why=f"agent_cgroup is {setting!r}: wanted a path such as {DEFAULT_PATH!r}")
     path = os.path.normpath(path)
-    if not here.writable:
-        return Choice("stay", why=f"{here.mount} is mounted read-only")
-    if here.path != "/" and f"{path}/".startswith(f"{here.path}/"):
-        return Choice("stay", why=f"agent_cgroup {path} lies in slurmd's own cgroup {here.path}")
-    return Choice(f"v{here.version}", here.locate_directory(path))
+    if not place.writable:
+        return Choice("stay", why=f"{place.mount} is mounted read-only")
+    if place.path != "/" and f"{path}/".startswith(f"{place.path}/"):
+        return Choice("stay", why=f"agent_cgroup {path} lies in slurmd's own cgroup {place.path}")
+    return Choice(f"v{place.version}", place.locate_directory(path))
 
 
-def plan_agents_cgroup(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) -> list[CgroupWrite]:
+def plan_agents_cgroup(place: Place, choice: Choice, limit_bytes: int, used_bytes: int) -> list[CgroupWrite]:
     """Return the steps that make the agents' cgroup or update its limit.
 
     Args:
-        here: The prolog's own place.
+        place: The prolog's own place.
         choice: The chosen cgroup.
         limit_bytes: The limit of all agents together.
         used_bytes: Bytes in use in the cgroup now. The limit is never set below them: v2 kills where v1 refuses.
     """
-    below = choice.directory[len(here.mount) :].strip("/").split("/")
-    above = ["/".join([here.mount, *below[:n]]) for n in range(len(below))]
+    below = choice.directory[len(place.mount) :].strip("/").split("/")
+    above = ["/".join([place.mount, *below[:n]]) for n in range(len(below))]
     steps = []
     for parent, name in zip(above, below, strict=True):
         # the controller may be on already; if it cannot be enabled, the limit's file is missing
-        if here.version == 2:
+        if place.version == 2:
             steps += [
                 CgroupWrite(f"{parent}/cgroup.subtree_control", f"+{name}", needed=False) for name in _CONTROLLERS
             ]
         steps.append(CgroupWrite(f"{parent}/{name}"))
     limit, swap = ("memory.limit_in_bytes", ("memory.swappiness", "0"))
-    if here.version == 2:
+    if place.version == 2:
         limit, swap = ("memory.max", ("memory.swap.max", "0"))
     steps.append(CgroupWrite(f"{choice.directory}/{swap[0]}", swap[1], needed=False))
     if limit_bytes >= used_bytes:
@@ -201,10 +201,10 @@ def plan_agents_cgroup(here: Place, choice: Choice, limit_bytes: int, used_bytes
     return steps
 
 
-def plan_job_cgroup(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[CgroupWrite]:
+def plan_job_cgroup(place: Place, choice: Choice, job: int, limit_bytes: int) -> list[CgroupWrite]:
     """Return the steps that make the memory cgroup of one job's agent, with `limit_bytes` as its limit."""
     directory = locate_job_directory(choice, job)
-    if here.version == 1:
+    if place.version == 1:
         return [
             CgroupWrite(directory),
             CgroupWrite(f"{directory}/memory.swappiness", "0", needed=False),
@@ -295,9 +295,9 @@ def names_job(name: str) -> bool:
     return (name.isascii() and name.isdecimal()) or _SCOPE.fullmatch(name) is not None
 
 
-def is_job_cgroup(here: Place, setting: str) -> bool:
+def is_job_cgroup(place: Place, setting: str) -> bool:
     """Return whether a process is in the cgroup of one job's agent; `setting` is `agent_cgroup` of gemini.toml."""
-    above, _, name = here.path.rpartition("/")
+    above, _, name = place.path.rpartition("/")
     scope = _SCOPE.fullmatch(name) is not None and above.endswith(f"/{SLICE}")
     return scope or (names_job(name) and above == os.path.normpath(setting or DEFAULT_PATH))
 

@@ -18,8 +18,8 @@ class OutOfMemory:
 
     def __init__(self, pid: int | str = "self") -> None:
         self._place = cgroup.find_place(pid)
-        here = self._place
-        self._path = f"{here.locate_directory()}/{_EVENTS[here.version]}" if here is not None else ""
+        place = self._place
+        self._path = f"{place.locate_directory()}/{_EVENTS[place.version]}" if place is not None else ""
         if _read_kills(self._path) is None:
             self._path = "/proc/vmstat"
         self._before = self._count_kills()

@@ -122,20 +122,20 @@ def fork_as(
         complain: Called in the child with the error in those cases.
         keep: Descriptors that the child keeps.
     """
-    said, says = os.pipe()
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = failed
         try:
-            _close_descriptors(says, keep)
+            _close_descriptors(write_end, keep)
             drop_to(entry)
             status = work()
         except Exception as exc:
             complain(str(exc) if isinstance(exc, PrivilegeError) else f"{type(exc).__name__}: {exc}")
         finally:
             os._exit(status)
-    os.close(says)
-    return Child(pid, said)
+    os.close(write_end)
+    return Child(pid, read_end)
 
 
 def _close_descriptors(says: int, keep: Collection[int]) -> None:

@@ -358,8 +358,8 @@ def _start_if_asked(
         sock.settimeout(max(0.01, deadline - clock.monotonic()))
         with contextlib.suppress(OSError):
             while sock.recv(1):
-                there = reaper.list_agent_pids(former) if former is not None else []
-                if there and clock.monotonic() < until:
+                pids = reaper.list_agent_pids(former) if former is not None else []
+                if pids and clock.monotonic() < until:
                     sock.send(_WAIT)
                     continue
                 _start_agent(inc, settings, granted, sock, former)
@@ -494,16 +494,16 @@ def _ask_root_to_start(root: socket.socket, deadline: float) -> tuple[int | None
     try:
         root.settimeout(max(0.01, deadline - clock.monotonic()))
         root.send(b"!")
-        said, got, _, _ = socket.recv_fds(root, 512, 1)
+        answer, got, _, _ = socket.recv_fds(root, 512, 1)
     except OSError as exc:
         raise spawn.LaunchError(f"root did not start its process: {exc.strerror or exc}") from None
-    if said == _WAIT:
+    if answer == _WAIT:
         return None, False
-    if said.startswith(_NO_ROOM):
-        raise spawn.NoRoomError(said.removeprefix(_NO_ROOM).decode(errors="replace"))
+    if answer.startswith(_NO_ROOM):
+        raise spawn.NoRoomError(answer.removeprefix(_NO_ROOM).decode(errors="replace"))
     if not got:
-        raise spawn.LaunchError(said.decode(errors="replace") or "root did not start its process")
-    return got[0], said == _BEREFT
+        raise spawn.LaunchError(answer.decode(errors="replace") or "root did not start its process")
+    return got[0], answer == _BEREFT
 
 
 def _attach(directory: str, inc: JobRun, deadline: float, root: socket.socket) -> str:

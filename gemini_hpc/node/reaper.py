@@ -201,15 +201,15 @@ def end_agent(run_dir: str, entry: ledger.LedgerEntry, why: str, *, remove: bool
                 return True
             if before is not None and before != now:
                 return False  # the job's next prolog and epilog have both run
-            there = list_agent_pids(now)
-            first = len(there) if first < 0 else first
-            if not there and cgroup.remove_empty(now.group):
+            pids = list_agent_pids(now)
+            first = len(pids) if first < 0 else first
+            if not pids and cgroup.remove_empty(now.group):
                 entries.strike(now.job)
                 break
-            kill_pids(now, there)
+            kill_pids(now, pids)
         if clock.monotonic() > deadline:
             log_fault(
-                "reaper", entry.job, f"could not end the agent: {len(there)} of its processes hang in the kernel"
+                "reaper", entry.job, f"could not end the agent: {len(pids)} of its processes hang in the kernel"
             )
             return False
         clock.sleep(POLL_S)
@@ -281,26 +281,26 @@ def find_pids_by_name(job: int, uid: int) -> list[int]:
     This serves agents without a cgroup of their own. A child reads the command lines, for at most `BY_NAME_S`. The
     reader of a hostile command line may hang and have to be killed.
     """
-    got, told = os.pipe()
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             # The child may outlive this process: it must hold no lock and none of slurmd's pipes.
-            os.closerange(0, told)
-            os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
-            _write_pids_by_name(job, uid, told)
+            os.closerange(0, write_end)
+            os.closerange(write_end + 1, os.sysconf("SC_OPEN_MAX"))
+            _write_pids_by_name(job, uid, write_end)
         finally:
             os._exit(0)
-    os.close(told)
+    os.close(write_end)
     found = b""
     deadline = clock.monotonic() + BY_NAME_S
     try:
-        while select.select([got], [], [], max(0.0, deadline - clock.monotonic()))[0]:
-            if not (more := os.read(got, 4096)):
+        while select.select([read_end], [], [], max(0.0, deadline - clock.monotonic()))[0]:
+            if not (more := os.read(read_end, 4096)):
                 break
             found += more
     finally:
-        os.close(got)
+        os.close(read_end)
         os.kill(pid, signal.SIGKILL)
         _reap_child(pid)
     return [int(line) for line in found.splitlines(keepends=True) if line.endswith(b"\n")]
@@ -313,7 +313,7 @@ def _reap_child(pid: int) -> None:
         clock.sleep(0.005)
 
 
-def _write_pids_by_name(job: int, uid: int, told: int) -> None:
+def _write_pids_by_name(job: int, uid: int, write_end: int) -> None:
     wanted = b"\0".join((b"gemini_hpc.agent", b"--job", b"%d" % job, b"--uid", b"%d" % uid)) + b"\0"
     for pid in os.listdir("/proc"):
         if not pid.isdecimal():
@@ -323,7 +323,7 @@ def _write_pids_by_name(job: int, uid: int, told: int) -> None:
                 continue
             with open(f"/proc/{pid}/cmdline", "rb") as f:
                 if wanted in f.read(4096):
-                    os.write(told, b"%s\n" % pid.encode())
+                    os.write(write_end, b"%s\n" % pid.encode())
 
 
 def _answers_at_last(run_dir: str, entry: ledger.LedgerEntry) -> bool:

@@ -162,7 +162,7 @@ def parse_reasons(out: bytes) -> dict[str, str]:
         if len(written) != 3 or rest[TEXT_BYTES : TEXT_BYTES + 1] != b"\n":
             raise ParseError(f"not a row of sinfo: {out[at : at + 80]!r}")
         name, user, stamp = (value.decode("ascii", errors="replace").strip() for value in written)
-        said = rest[:TEXT_BYTES].decode(errors="replace").rstrip(" ")
-        found[name] = f"{said} [{user}@{stamp}]" if drop_none(said) else ""
+        reason = rest[:TEXT_BYTES].decode(errors="replace").rstrip(" ")
+        found[name] = f"{reason} [{user}@{stamp}]" if drop_none(reason) else ""
         at = len(out) - len(rest) + TEXT_BYTES + 1
     return found

@@ -16,7 +16,7 @@ from gemini_hpc.tier.version import VersionManifest
 
 
 def find(
-    path: str, training_name: str = "", number: int = 0, passed_over: Callable[[str], object] = lambda said: None
+    path: str, training_name: str = "", number: int = 0, passed_over: Callable[[str], object] = lambda damage: None
 ) -> tuple[str, VersionManifest]:
     """Return directory and manifest of the newest whole version below `path`.
 
@@ -43,8 +43,8 @@ def find(
         path = _walk_down(path, training_name)
         found = names.find_training_names(path)
         if name not in found:
-            there = ", ".join(sorted(found)[:10]) or "none"
-            raise ValueError(f"{path}: no version has the name {name}; the names there: {there}")
+            known = ", ".join(sorted(found)[:10]) or "none"
+            raise ValueError(f"{path}: no version has the name {name}; the names there: {known}")
         stamp = found[name][1]
         path = f"{path}/{version.format_name(stamp)}"
     if stamp is not None:
@@ -64,10 +64,10 @@ def find(
             damaged.append(str(error))
             continue
         if manifest is not None:
-            for said in damaged:
-                passed_over(said)
+            for damage in damaged:
+                passed_over(damage)
             return f"{path}/{version.format_name(stamp)}", manifest
-    more = "".join(f"; {said}" for said in damaged[:3])
+    more = "".join(f"; {damage}" for damage in damaged[:3])
     raise ValueError(f"{path}: has no whole version{f' {number}' if number else ''}{more}")
 
 
@@ -97,14 +97,14 @@ def _walk_down(path: str, training_name: str) -> str:
         inside = sorted(e for e in os.listdir(path) if e.startswith(kind) and os.path.isdir(f"{path}/{e}"))
         if kind and not inside:
             continue
-        there = ", ".join(inside[:10]) or "none"
+        shown = ", ".join(inside[:10]) or "none"
         if not kind and training_name:
             if training_name not in inside:
-                raise ValueError(f"{path}: has no training {training_name}; its trainings: {there}")
+                raise ValueError(f"{path}: has no training {training_name}; its trainings: {shown}")
             inside = [training_name]
         if len(inside) != 1:
             raise ValueError(
-                f"{path}: wanted one {'job' if kind else 'training'} there, found {there}; name the one you want"
+                f"{path}: wanted one {'job' if kind else 'training'} there, found {shown}; name the one you want"
             )
         path = f"{path}/{inside[0]}"
     return path

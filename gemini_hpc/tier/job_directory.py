@@ -99,8 +99,8 @@ def make(tier: Directory, mark: Mark) -> Directory:
         NotOurs: Other jobs have its names.
         OSError: The directory cannot be made.
     """
-    if (there := find(tier, mark)) is not None:
-        return there
+    if (existing := find(tier, mark)) is not None:
+        return existing
     plain = format_plain_name(mark.job)
     made = scratch.make(tier.path, plain)
     try:
@@ -111,8 +111,8 @@ def make(tier: Directory, mark: Mark) -> Directory:
             except OSError as error:
                 if error.errno not in _TAKEN:
                     raise
-                if (there := find(tier, mark)) is not None:  # another node has made it meanwhile
-                    return there
+                if (existing := find(tier, mark)) is not None:  # another node has made it meanwhile
+                    return existing
                 continue
             with suppress(PermissionError):  # a tier may permit making directories but not listing them
                 sync(tier.path)

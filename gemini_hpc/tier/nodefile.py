@@ -181,17 +181,17 @@ def _fill(
     The returned digest is of the bytes that a reader gets: with zeros between the areas. Raises
     `Overwritten`.
     """
-    # `there` includes the bytes between areas; `kept` has zeros there, and is separate once they differ
-    there = kept = Digest()
+    # `in_memory` includes the bytes between areas; `kept` has zeros there, and is separate once they differ
+    in_memory = kept = Digest()
     at = 0
     for spot in places:
         area = spot.area
         between = shard.view[at : area.begin]
-        if kept is there and between != bytes(len(between)):
-            kept = there.copy()
-        hashers = [there] if kept is there else [there, kept]
-        there.update(between)
-        if kept is not there:
+        if kept is in_memory and between != bytes(len(between)):
+            kept = in_memory.copy()
+        hashers = [in_memory] if kept is in_memory else [in_memory, kept]
+        in_memory.update(between)
+        if kept is not in_memory:
             kept.update(bytes(len(between)))
         own, at = xxhash.xxh3_128(), area.begin
         for size_bytes, box in spot.list_parts():
@@ -206,7 +206,7 @@ def _fill(
             disk.count_written(size_bytes)
             at += size_bytes
         digests.append((spot.made, own.hexdigest()))
-    if there.to_hex() != wanted:
+    if in_memory.to_hex() != wanted:
         raise Overwritten(f"the copy of rank {shard.header.rank} in memory was overwritten before it was whole")
     return kept.to_hex()
 

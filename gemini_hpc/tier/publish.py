@@ -39,13 +39,13 @@ def explain_error(error: Exception) -> str:
     if isinstance(error, NotOurs):
         return str(error.strerror)
     if isinstance(error, OSError):
-        said = error.strerror or str(error)
+        text = error.strerror or str(error)
         code = error.errno or 0
     else:
-        said, found = str(error), _HDF5.search(str(error))
+        text, found = str(error), _HDF5.search(str(error))
         code = int(found[1]) if found else 0
-        said = os.strerror(code) if found else said
-    return _REASONS.get(code, (said.splitlines() or [""])[0][:200])
+        text = os.strerror(code) if found else text
+    return _REASONS.get(code, (text.splitlines() or [""])[0][:200])
 
 
 @contextmanager

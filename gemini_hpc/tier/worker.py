@@ -135,9 +135,9 @@ def _finish(order: orders.Finish) -> orders.Answer:
             )
             index.write(made.path, manifest, _ReportingPace(0.0))
             given = _resolve_names(above.path, stamp, order.names)
-            mine = {name: asked for name, (asked, has) in given.items() if has == stamp}
-            if mine or retention.is_permanent(serial, order.keep_every):
-                names.keep_version(made.path, mine)
+            given_names = {name: asked for name, (asked, has) in given.items() if has == stamp}
+            if given_names or retention.is_permanent(serial, order.keep_every):
+                names.keep_version(made.path, given_names)
             with publish.replace_file(made.path, version.MANIFEST) as path, open(path, "xb") as file:
                 file.write(version.pack(manifest))
             job_directory.sync(above.path)
@@ -213,12 +213,12 @@ def _find_newest(job: Directory, order: orders.Look) -> Iterator[version.Version
     """Yield the newest version of each training that the order wants. Raises OSError."""
     for name in [order.training] if order.training else version.list_trainings(job.path):
         try:
-            there = job.open_below(name)
+            directory = job.open_below(name)
         except (FileNotFoundError, NotOurs):
             continue
-        with there:
-            _mark(there.path, [r for r in order.rejected if r.training == name])
-            wanted = (m for m in version.list_whole(there) if _is_offered(there.path, m, order))
+        with directory:
+            _mark(directory.path, [r for r in order.rejected if r.training == name])
+            wanted = (m for m in version.list_whole(directory) if _is_offered(directory.path, m, order))
             manifest = next(wanted, None)
         if manifest is not None and (manifest.job, manifest.training) == (order.job, name):
             yield manifest
@@ -247,13 +247,13 @@ def _read(order: orders.Read) -> orders.Answer:
             with (
                 suppress(FileNotFoundError),
                 job.open_below(order.training) as above,
-                above.open_below(version.format_name(stamp)) as there,
+                above.open_below(version.format_name(stamp)) as directory,
             ):
                 manifest = version.read(above, stamp)
                 name, stored, begin = ("", None, 0) if manifest is None else manifest.find_shard(order.rank)
                 if stored is not None and (stored.used, stored.digest) == (order.used, order.digest):
-                    with os.fdopen(there.open_file(name), "rb") as file:
-                        _fill(order, stored, owned.build_fd_path(file.fileno(), f"{there.where}/{name}"), begin)
+                    with os.fdopen(directory.open_file(name), "rb") as file:
+                        _fill(order, stored, owned.build_fd_path(file.fileno(), f"{directory.where}/{name}"), begin)
                     return orders.Finished()
     raise TierError(f"{order.tier} no longer has the shard of rank {order.rank} of version {stamp.version}")
 

@@ -322,18 +322,20 @@ async def accept(
         async with asyncio.timeout(timeout_s):
             sock = writer.transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            here = endpoint.read_local(sock)
+            own_endpoint = endpoint.read_local(sock)
             greeting = await _run_in_pool(handshake.receive, await _read_bare(reader))
             hello = greeting.hello
-            said = admit(greeting) if greeting.proto else version.describe_mismatch(hello.least, hello.most)
-            reason = said if isinstance(said, str) else await said
-            reason = reason or endpoint.find_mismatch(hello.dialled, here)
+            verdict = admit(greeting) if greeting.proto else version.describe_mismatch(hello.least, hello.most)
+            reason = verdict if isinstance(verdict, str) else await verdict
+            reason = reason or endpoint.find_mismatch(hello.dialled, own_endpoint)
             if reason:
                 writer.write(pack_bare(handshake.encode_refusal(reason)))
                 await writer.drain()
                 raise HandshakeError(reason)
             answer = partial(handshake.answer, restart=restart(), lost=lost())
-            reply, session = await _run_in_pool(answer, greeting, host=host, instance=instance, listening=here)
+            reply, session = await _run_in_pool(
+                answer, greeting, host=host, instance=instance, listening=own_endpoint
+            )
             writer.write(pack_bare(reply))
             return Link(reader, writer, session)
     except (OSError, EOFError, FrameError, TimeoutError) as exc:

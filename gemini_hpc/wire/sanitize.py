@@ -11,16 +11,16 @@ MAX_NAME = 32
 MAX_DETAIL = 320
 
 
-def sanitize(said: Any) -> Any:
+def sanitize(content: Any) -> Any:
     """Return text, or a nested structure, without control characters and line breaks.
 
     The text of agents comes from the job's owner and may be read on an operator's terminal.
     """
-    if isinstance(said, str):
-        return replace_unprintable(said)
-    if isinstance(said, dict):
-        return {sanitize(key): sanitize(value) for key, value in said.items()}
-    return [sanitize(item) for item in said] if isinstance(said, list) else said
+    if isinstance(content, str):
+        return replace_unprintable(content)
+    if isinstance(content, dict):
+        return {sanitize(key): sanitize(value) for key, value in content.items()}
+    return [sanitize(item) for item in content] if isinstance(content, list) else content
 
 
 def bound_event(event: EventRecord, host: str) -> EventRecord:

@@ -16,29 +16,29 @@ def test_the_first_time_and_whenever_versions_are_four_times_as_rare() -> None:
     said: list[str] = []
     reporter = IntervalReporter(1, 0.01, said.append)
     for j in (1, 2, 3, 7, 8, 31, 32, 1):
-        reporter.report(j, 2, why, mine=True)
+        reporter.report(j, 2, why, is_cause=True)
     assert [line.partition("; ")[0] for line in said] == [
         f"rank 1: it is slow, looked at closely: saving one version in {j}" for j in (2, 8, 32)
     ]
     assert said[0].endswith("; a failure repeats at most 3 steps")
     assert reporter.reason == ""
-    reporter.report(5, 2, why, mine=True)
+    reporter.report(5, 2, why, is_cause=True)
     assert reporter.reason == "it is slow; what helps: a faster one"
-    reporter.report(5, 2, why, mine=False)
+    reporter.report(5, 2, why, is_cause=False)
     assert reporter.reason == "", "another rank needs it now"
 
 
 def test_a_rank_whose_part_is_cheap_says_nothing() -> None:
     said: list[str] = []
     reporter = IntervalReporter(0, 0.01, said.append)
-    reporter.report(9, 9, why, mine=False)
-    reporter.report(9, 9, why, mine=True)
+    reporter.report(9, 9, why, is_cause=False)
+    reporter.report(9, 9, why, is_cause=True)
     assert (said, reporter.reason) == ([], "it is slow; what helps: a faster one"), "another rank has said it"
 
 
 def test_advice_in_place_of_consequences() -> None:
     said: list[str] = []
-    IntervalReporter(0, 0.01, said.append).report(9, 9, why, mine=True, advice="pass Traffic(every=9)")
+    IntervalReporter(0, 0.01, said.append).report(9, 9, why, is_cause=True, advice="pass Traffic(every=9)")
     assert said == ["rank 0: it is slow, looked at closely: pass Traffic(every=9)"]
 
 

@@ -82,19 +82,19 @@ class FailureDetector:
     """
 
     def __init__(
-        self, me: str, hosts: Collection[str], silence_s: float, now: float, expected: Collection[str] = ()
+        self, own_host: str, hosts: Collection[str], silence_s: float, now: float, expected: Collection[str] = ()
     ) -> None:
         """Create a detector that has no partners yet.
 
         Args:
-            me: This agent's host.
+            own_host: This agent's host.
             hosts: Hosts of the incarnation.
             silence_s: Silence in seconds after which a peer is suspected.
             now: The time, in monotonic seconds.
             expected: Hosts that have an agent already. The arrival time of others is unknown, so they are suspected
                 only after their first message.
         """
-        self._me, self._hosts, self._silence_s = me, frozenset(hosts) - {me}, silence_s
+        self._me, self._hosts, self._silence_s = own_host, frozenset(hosts) - {own_host}, silence_s
         self._ticked_at = now
         self._comes = dict.fromkeys(self._hosts.intersection(expected), now + COMES_S)
         self.partners: set[str] = set()  # hosts to which there should be a link
@@ -161,17 +161,17 @@ class FailureDetector:
         able = [other for other in links if other != host and other not in self.suspects]
         return Probe(host, tuple(able[:MAX_WITNESSES]), self._silence_s / 2, self._silence_s)
 
-    def judge(self, probe: Probe, mine: bool, theirs: Sequence[bool | None], now: float) -> list[Effect]:
+    def judge(self, probe: Probe, has_reached: bool, theirs: Sequence[bool | None], now: float) -> list[Effect]:
         """Return the effects of a probe's result.
 
         Args:
             probe: The probe.
-            mine: This agent could reach the suspect.
+            has_reached: This agent could reach the suspect.
             theirs: Each witness's result, None without an answer.
             now: The time, in monotonic seconds.
         """
         self.suspects.discard(probe.host)
-        if mine or any(theirs) or probe.host in self.left:
+        if has_reached or any(theirs) or probe.host in self.left:
             self.last_heard[probe.host] = now
             return self._record_alive(probe.host, now)
         if not self.watching:

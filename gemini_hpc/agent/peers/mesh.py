@@ -164,7 +164,7 @@ class Mesh:
         if old is not None:
             old.abort()
         self.links[name] = link
-        said = "its coming"
+        event = "its coming"
         try:
             if self._parting:
                 link.finish(peer.AgentLeft())
@@ -175,14 +175,14 @@ class Mesh:
                 message = await link.receive()
                 if self._parting:
                     continue
-                said = type(message).__name__
+                event = type(message).__name__
                 self._carry_out(self.detector.record_message(name, link.last_heard))
                 self._dispatch(name, message)
         except LinkClosed as exc:
             if name not in self.detector.left:
                 self._complain(f"link to {name} has ended: {exc}")
         except Exception as exc:  # a bad message must not end the dialling of this peer for good
-            self._complain(f"link to {name}: could not handle {said}: {exc!r}")
+            self._complain(f"link to {name}: could not handle {event}: {exc!r}")
         finally:
             if self.links.get(name) is link:
                 del self.links[name]
@@ -214,8 +214,8 @@ class Mesh:
                 future.set_result(message.alive)
         elif isinstance(message, peer.Liveness):
             if message.restart == self.restart:
-                told = self.detector.on_report(name, message.host, alive=message.alive, now=clock.monotonic())
-                self._carry_out(told)
+                effects = self.detector.on_report(name, message.host, alive=message.alive, now=clock.monotonic())
+                self._carry_out(effects)
         elif isinstance(message, peer.AgentLeft):
             self._carry_out(self.detector.record_leave(name))
         else:
@@ -274,11 +274,11 @@ class Mesh:
 
     async def _probe(self, probe: Probe) -> None:
         try:
-            mine, *theirs = await asyncio.gather(
+            own_result, *theirs = await asyncio.gather(
                 self._can_reach(probe.host, probe.direct_s),
                 *(self._ask_witness(other, probe.host, probe.indirect_s) for other in probe.witnesses),
             )
-            self._carry_out(self.detector.judge(probe, mine is True, theirs, clock.monotonic()))
+            self._carry_out(self.detector.judge(probe, own_result is True, theirs, clock.monotonic()))
         finally:
             self.detector.give_up(probe)
 

@@ -243,8 +243,8 @@ class RecoveryRounds:
                 self._anew_s = min(2 * self._anew_s, ANEW_MOST_S)
                 self.begin_round(self.step)
         if now - self._since >= TELL_S:
-            said, self.trouble = self.trouble, self._describe_wait()
-            if self.trouble != said:
+            former_trouble, self.trouble = self.trouble, self._describe_wait()
+            if self.trouble != former_trouble:
                 self._host.log("unprotected", detail=self.trouble)
 
     def _list_missing(self) -> tuple[str, ...]:
@@ -401,7 +401,11 @@ class RecoveryRounds:
             else:
                 self._report_misfit(message.round)
         elif isinstance(message, peer.PlanDown):
-            if same and self.stage == "collect" and message.counted.get(self._name, me := self._host.instance) == me:
+            if (
+                same
+                and self.stage == "collect"
+                and message.counted.get(self._name, instance := self._host.instance) == instance
+            ):
                 self._misfit = None
                 self._adopt_plan(message)
             elif same and self.plan is not None and message == msgspec.structs.replace(self.plan, step=message.step):

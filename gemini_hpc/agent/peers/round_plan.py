@@ -165,8 +165,8 @@ def is_unwanted(
         rejected: Versions rejected in this job.
         unreadable: Versions that could not be read in this job.
     """
-    here = recovery_plan.inherit_stamp(stamp)
-    return (name, here) in set(unreadable) or any(found.covers(name, here) for found in rejected)
+    inherited = recovery_plan.inherit_stamp(stamp)
+    return (name, inherited) in set(unreadable) or any(found.covers(name, inherited) for found in rejected)
 
 
 def take_over(

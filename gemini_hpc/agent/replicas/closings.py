@@ -41,15 +41,15 @@ class Closings:
 
     def close(self, training: Training, series: str, version: int) -> None:
         """Record that ranks of this node have closed their checkpointers, the last one at this version."""
-        here, others = self._membership, [part for part in self.own if part.training != training.name]
+        membership, others = self._membership, [part for part in self.own if part.training != training.name]
         part = Closing(
             training.name,
             training.world,
             tuple(sorted(training.finished)),
             version,
-            here.restart,
+            membership.restart,
             series,
-            here.epoch,
+            membership.epoch,
         )
         self._put(self.all, (*others, part))
 

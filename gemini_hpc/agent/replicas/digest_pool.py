@@ -121,7 +121,7 @@ class DigestPool:
 
     # ---- in the pool's threads -------------------------------------------------------------------------
 
-    def _run(self, me: int) -> None:
+    def _run(self, thread_index: int) -> None:
         priority.lower()
         hasher = xxhash.xxh3_128()
         while (task := self._wait_for_pieces()) is not None:
@@ -134,7 +134,7 @@ class DigestPool:
                     reading.pieces.put(number, hasher.digest())
                     hasher.reset()
                 count += 1
-            self._spent_s[me] = time.thread_time()
+            self._spent_s[thread_index] = time.thread_time()
             self._put(reading, count)
 
     def _wait_for_pieces(self) -> tuple[_Reading, int] | None:

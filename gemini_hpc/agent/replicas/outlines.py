@@ -96,16 +96,20 @@ class Outlines:
             self._ensure_link(host)
 
     def _choose_hosts(self, nodes: tuple[int, ...]) -> list[str]:
-        here = self._membership
-        mine = here.noderanks.get(self._node)
-        if mine is None or here.redundancy.parity:  # with parity no shard is rescued from live tensors
+        membership = self._membership
+        own_noderank = membership.noderanks.get(self._node)
+        if own_noderank is None or membership.redundancy.parity:  # with parity no shard is rescued from live tensors
             return []
-        by_rank = {rank: host for host, rank in here.noderanks.items()}
+        by_rank = {rank: host for host, rank in membership.noderanks.items()}
         chosen = [
-            *placement.choose_others(mine, here.nodes, here.replicas, nodes, order=here.order),
+            *placement.choose_others(
+                own_noderank, membership.nodes, membership.replicas, nodes, order=membership.order
+            ),
             *(
                 rank
-                for rank in placement.list_holders(mine % here.nodes, here.nodes, here.replicas, here.order)[1:]
+                for rank in placement.list_holders(
+                    own_noderank % membership.nodes, membership.nodes, membership.replicas, membership.order
+                )[1:]
                 if rank in nodes
             ),
         ]
@@ -189,17 +193,17 @@ class Outlines:
 
     def on_outline(self, host: str, message: peer.Outline | peer.OutlineDigest) -> None:
         """Keep an outline or its digest, sent by the shard's home. The home may be this node."""
-        here = self._membership
-        if message.round != here.round or here.live is None or message.stamp.epoch != here.epoch:
+        membership = self._membership
+        if message.round != membership.round or membership.live is None or message.stamp.epoch != membership.epoch:
             return
         key = message.training, message.rank
         versions = self._kept.get(key, [])
         if isinstance(message, peer.OutlineDigest):
             for number, known in enumerate(versions):
-                if known.outline.stamp == message.stamp and here.noderanks.get(host) == known.outline.home:
+                if known.outline.stamp == message.stamp and membership.noderanks.get(host) == known.outline.home:
                     versions[number] = known._replace(digest=message.digest)
             return
-        if here.noderanks.get(host) != message.home:
+        if membership.noderanks.get(host) != message.home:
             return
         directory = message.directory
         if directory and xxhash.xxh3_128(directory).hexdigest() != message.key:
@@ -217,18 +221,19 @@ class Outlines:
 
     def list_orphans(self, dead: set[str]) -> list[tuple[str, int]]:
         """Return the shards (training, rank) with an outline here, all holders dead, and no copy here."""
-        here = self._membership
-        gone = {rank for host, rank in here.noderanks.items() if host in dead}
+        membership = self._membership
+        gone = {rank for host, rank in membership.noderanks.items() if host in dead}
         return [
             key
             for key, versions in sorted(self._kept.items())
-            if versions[-1].outline.stamp.epoch == here.epoch and gone.issuperset(self._list_holders(versions[-1]))
+            if versions[-1].outline.stamp.epoch == membership.epoch
+            and gone.issuperset(self._list_holders(versions[-1]))
         ]
 
     def list_lacking(self, dead: set[str], stamp: Stamp) -> list[tuple[str, int]]:
         """Return the shards with an outline of this version here whose first living holder is this node."""
-        here, found = self._membership, list[tuple[str, int]]()
-        hosts = {rank: host for host, rank in here.noderanks.items()}
+        membership, found = self._membership, list[tuple[str, int]]()
+        hosts = {rank: host for host, rank in membership.noderanks.items()}
         for key in sorted(self._kept):
             kept = self.find(*key, stamp)
             if kept is not None:
@@ -238,18 +243,20 @@ class Outlines:
         return found
 
     def _list_holders(self, kept: KeptOutline) -> tuple[int, ...]:
-        here = self._membership
-        return placement.list_holders(kept.outline.home % here.nodes, here.nodes, here.replicas, here.order)
+        membership = self._membership
+        return placement.list_holders(
+            kept.outline.home % membership.nodes, membership.nodes, membership.replicas, membership.order
+        )
 
     def list_ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose shards have an outline of this epoch here and are to have no copy here."""
-        epoch, mine = self._membership.epoch, self._membership.noderanks.get(self._node)
+        epoch, own_noderank = self._membership.epoch, self._membership.noderanks.get(self._node)
         return tuple(
             rank
             for (of, rank), versions in sorted(self._kept.items())
             if of == name
             and versions[-1].outline.stamp.epoch == epoch
-            and mine not in self._list_holders(versions[-1])
+            and own_noderank not in self._list_holders(versions[-1])
         )
 
     def find(self, name: str, rank: int, stamp: Stamp) -> KeptOutline | None:

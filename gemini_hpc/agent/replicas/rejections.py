@@ -64,8 +64,8 @@ class Rejections:
         high = Stamp(epoch, _NEWEST)
         if not any(found.high == high for found in before):  # else another rank of this node has already rejected it
             if len(before) >= MOST and not fresh:
-                said = "; ".join(one.sentence for one in before)
-                return f"{len(before)} earlier versions were rejected too, so the fault may lie elsewhere: {said}"
+                reasons = "; ".join(one.sentence for one in before)
+                return f"{len(before)} earlier versions were rejected too, so the fault may lie elsewhere: {reasons}"
             low = chosen if len(before) < MOST else Stamp(0, 0)
             self.learn((Rejection(name, low, high, reason, fresh),))
             self._log("rejected", version=chosen.version, detail=f"{name}: {reason}")

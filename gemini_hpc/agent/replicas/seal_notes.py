@@ -110,8 +110,8 @@ class SealNotes:
 
     def _put(self, name: str, line: bytes) -> None:
         if self._fd is None:
-            there = self._read_lines()
-            self._places = {old.training: number for number, old in enumerate(there) if old is not None}
+            notes = self._read_lines()
+            self._places = {old.training: number for number, old in enumerate(notes) if old is not None}
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
         place = self._places.get(name)

@@ -157,14 +157,16 @@ class Trainings:
             return
         # half a pair would vote as if it had passed over the version in its other slot
         shards = [*self._store.list_shards(name), *self._store.list_parities(name)]
-        here = [s for s in shards if s.registered_round == number and s.world == training.world]
-        present = [s for s in here if not s.half_back]
+        registered = [s for s in shards if s.registered_round == number and s.world == training.world]
+        present = [s for s in registered if not s.half_back]
         kind, world = REGISTERED, training.world
-        if not here:  # no rank has registered yet: vote on the version that the training resumes from
+        if not registered:  # no rank has registered yet: vote on the version that the training resumes from
             kind, world = RESUMED, training.chosen_world
             present = [s for s in shards if s.resumed_round == number and s.world == world]
-        mine = self._membership.noderanks.get(self._node)
-        homes = {s.rank: s.pair for s in present if s.home == mine and s.parity is None and kind == REGISTERED}
+        own_noderank = self._membership.noderanks.get(self._node)
+        homes = {
+            s.rank: s.pair for s in present if s.home == own_noderank and s.parity is None and kind == REGISTERED
+        }
         training.sealing.recount([s.pair for s in present], world, kind, homes)
 
     def _spread_decision(self, training: Training, number: int, word: Decision, degraded: bool) -> None:

@@ -67,8 +67,8 @@ class TierChoice:
         """Return the failures a day that memory cannot serve, or None if the interval does not depend on them."""
         if not isinstance(self.interval, str):
             return None
-        here, per_day = self._membership, self._settings.node_losses_per_day
-        return tier_interval.compute_unserved_per_day(here.redundancy, per_day, tier_interval.WINDOW_S)
+        membership, per_day = self._membership, self._settings.node_losses_per_day
+        return tier_interval.compute_unserved_per_day(membership.redundancy, per_day, tier_interval.WINDOW_S)
 
     def explain_interval(self, took_s: float | None) -> str:
         """Return the reason for the interval, for people.
@@ -80,10 +80,10 @@ class TierChoice:
         if unserved is not None and took_s is None:
             return "auto: the site's, until a save has been measured"
         if unserved is not None:
-            here, loss = self._membership, self._settings.node_losses_per_day
+            membership, loss = self._membership, self._settings.node_losses_per_day
             return (
                 f"auto: a save takes {took_s:.3g} s, memory cannot repair {unserved:.2g} failures a day "
-                f"({here.nodes} nodes, {here.replicas} replicas, {loss:g} losses of a node a day)"
+                f"({membership.nodes} nodes, {membership.replicas} replicas, {loss:g} losses of a node a day)"
             )
         attach = self._attach
         if attach is not None and attach.tier_interval:

@@ -68,16 +68,16 @@ class FlushRequests:
             for training in self._trainings:
                 sealed = training.sealed or Stamp(0, 0)
                 await link.flush(Flushing(training.name, sealed, self._saver.count_written_bytes(training.name)))
-        saved, reason, there = salvage.saved, salvage.reason, dict[str, Stamp]()
+        saved, reason, stored = salvage.saved, salvage.reason, dict[str, Stamp]()
         if not self._membership.detached:
             reason = "the job has started again meanwhile"
         try:  # the tier itself shows the outcome, also to agents that did not lead
-            there = {m.training: m.stamp for m in await self._saver.find_stored((), _TIER_S)}
+            stored = {m.training: m.stamp for m in await self._saver.find_stored((), _TIER_S)}
         except TierFailed as error:
             reason = str(error)
         wanted = {t.name: t.sealed for t in self._trainings if t.sealed is not None}
-        for name in sorted(wanted.keys() | (there.keys() if saved else set())) or [""]:
-            stamp, known = wanted.get(name, Stamp(0, 0)), there.get(name, Stamp(0, 0))
+        for name in sorted(wanted.keys() | (stored.keys() if saved else set())) or [""]:
+            stamp, known = wanted.get(name, Stamp(0, 0)), stored.get(name, Stamp(0, 0))
             if known >= stamp and known > Stamp(0, 0):
                 await link.flush(self._build_final_answer(name, known, ""))
             else:

@@ -187,9 +187,9 @@ class NamedVersions:
             if wish.training != name or wish.name not in names:
                 continue
             asked, has = names[wish.name]
-            mine = has if asked == wish.version else None
-            self._record_outcome(peer.KeepDone(number, name, wish.name, wish.version, mine))
-            if mine is None:
+            granted = has if asked == wish.version else None
+            self._record_outcome(peer.KeepDone(number, name, wish.name, wish.version, granted))
+            if granted is None:
                 detail = f"{name}: version {has[1]} already has the name {wish.name}"
                 self._log("not_kept", version=wish.version, detail=detail)
             else:

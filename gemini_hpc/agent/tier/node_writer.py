@@ -93,13 +93,13 @@ class NodeWriter:
             await asyncio.wait(self._saving.values())
         return [self._begun[name] for name, task in self._saving.items() if task.cancelled()]
 
-    def begin_save(self, what: WantedVersion, tier: str, told: Told) -> bool:
+    def begin_save(self, what: WantedVersion, tier: str, on_outcome: Told) -> bool:
         """Save this version. Return False if this node has no shard to save.
 
         Args:
             what: The version.
             tier: Directory of the tier.
-            told: Called with the outcome. A repeated order gets the outcome again.
+            on_outcome: Called with the outcome. A repeated order gets the outcome again.
         """
         name = what.training
         self._drop_stale()
@@ -109,14 +109,14 @@ class NodeWriter:
         before = self._saving.get(name)
         if self._begun.get(name) == what:
             if name in self._told:
-                told(*self._told[name])  # resend: the report may have been lost with an agent on its way
+                on_outcome(*self._told[name])  # resend: the report may have been lost with an agent on its way
         else:
             if before is not None:
                 before.cancel()  # the older version has been abandoned, or there would be no newer order
             self._begun[name] = what
             self._told.pop(name, None)
             self._written[name] = 0
-            self._saving[name] = self._spawn(self._save(what, tier, files, before, told))
+            self._saving[name] = self._spawn(self._save(what, tier, files, before, on_outcome))
         return True
 
     @property
@@ -126,10 +126,10 @@ class NodeWriter:
 
     def _find_shards(self, what: WantedVersion) -> dict[int, list[Shard]]:
         """Return the shards that this node must save, by their home."""
-        found, mine = dict[int, list[Shard]](), self._mine
+        found, own_noderank = dict[int, list[Shard]](), self._mine
         if what.homes is None:
-            own = [shard for shard in self._store.list_shards(what.training) if shard.home == mine]
-            return {mine: own} if own and mine is not None else {}
+            own = [shard for shard in self._store.list_shards(what.training) if shard.home == own_noderank]
+            return {own_noderank: own} if own and own_noderank is not None else {}
         for shard in self._store:  # includes ancestors of a training that has grown since
             ranks = {other.rank for other in found.get(shard.home, ())}
             wanted = shard.training == what.training and shard.home in what.homes and shard.rank not in ranks
@@ -143,7 +143,7 @@ class NodeWriter:
         tier: str,
         files: dict[int, list[Shard]],
         before: asyncio.Task[None] | None,
-        told: Told,
+        on_outcome: Told,
     ) -> None:
         if before is not None:  # the older save still reads the copies that are overwritten now
             await asyncio.wait([before])
@@ -164,7 +164,7 @@ class NodeWriter:
                 for source in sources:
                     os.close(source.fd)
         self._told[what.training] = tuple(written), reason
-        told(tuple(written), reason)
+        on_outcome(tuple(written), reason)
 
     async def _write(
         self, what: WantedVersion, tier: str, home: int, sources: list[orders.Source], before_bytes: int
@@ -219,12 +219,14 @@ class NodeWriter:
 
     def _drop_stale(self) -> None:
         """Free copies of shards whose home is no longer here."""
-        mine = self._mine
+        own_noderank = self._mine
         for key in list(self._copies):
             name, rank = key
             task = self._saving.get(name)
-            here = any(shard.rank == rank and shard.home == mine for shard in self._store.list_shards(name))
-            if not here and (task is None or task.done()):
+            is_home = any(
+                shard.rank == rank and shard.home == own_noderank for shard in self._store.list_shards(name)
+            )
+            if not is_home and (task is None or task.done()):
                 self._free(key)
 
     def _free(self, key: tuple[str, int]) -> None:

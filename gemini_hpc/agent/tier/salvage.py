@@ -127,17 +127,17 @@ class Salvage:
     # ---- facts for the decisions -----------------------------------------------------------------------
 
     def _collect_facts(self, incarnation: Incarnation) -> events.SalvageFacts:
-        mesh, here = incarnation.mesh, self._membership
+        mesh, membership = incarnation.mesh, self._membership
         sealed = [(training.name, training.sealed) for training in self._trainings if training.sealed is not None]
         return events.SalvageFacts(
             incarnation.hosts,
             mesh.dead,
             mesh.last_heard,
-            here.noderanks,
+            membership.noderanks,
             self._describe_holdings(),
             bool(sealed) and all(self._rejections.is_rejected(name, stamp) for name, stamp in sealed),
             self._rejections.is_rejected,
-            here.detached,
+            membership.detached,
             int.from_bytes(os.urandom(4)),
         )
 
@@ -232,8 +232,8 @@ class Salvage:
     ) -> events.Event:
         match effect:
             case events.Reach():
-                there = await incarnation.mesh.ensure_link(effect.host, effect.within_s)
-                return events.Reached(effect.run, effect.host, there)
+                is_linked = await incarnation.mesh.ensure_link(effect.host, effect.within_s)
+                return events.Reached(effect.run, effect.host, is_linked)
             case events.Settle():
                 await self._saver.wait_idle(effect.stalled_s)
                 return events.Settled(effect.run)

@@ -119,8 +119,8 @@ class SalvageRules:
     `run` counts the tries. Results of an earlier try's effects are ignored.
     """
 
-    def __init__(self, me: str) -> None:
-        self._me = me
+    def __init__(self, own_host: str) -> None:
+        self._me = own_host
         self.stage: Stage = "idle"
         self.run = 0
         self.leader = ""
@@ -479,9 +479,9 @@ def find_newest_seals(
 ) -> list[peer.Sealed]:
     """Return the newest seal of each training, preferably as reported by a host that holds it."""
     found: dict[str, tuple[peer.Sealed, bool]] = {}
-    for said in have.values():
-        held = {(copy.training, copy.stamp) for copy in said.held}
-        for sealed in said.sealed:
+    for answer in have.values():
+        held = {(copy.training, copy.stamp) for copy in answer.held}
+        for sealed in answer.sealed:
             if rejected(sealed.training, sealed.stamp):
                 continue
             known, has = found.get(sealed.training), (sealed.training, sealed.stamp) in held

@@ -234,15 +234,15 @@ class SaveRules:
         if not wanted or stamp is None or not facts.leads or not facts.tier or facts.rejected(name, stamp):
             return
         yield from self._expire(name, facts, now)
-        first, gathering, there = (
+        first, gathering, serving = (
             min(wanted.values()),
             self.gathering.get(name),
             self._find_serving(name, stamp, wanted, facts),
         )
-        if there is not None:
+        if serving is not None:
             if name not in self._naming:
                 self._naming.add(name)
-                yield events.Name(name, there, 0)
+                yield events.Name(name, serving, 0)
             return
         tidied = False
         if now >= self._keep_at.get(name, 0.0) and not facts.salvaging:

@@ -110,8 +110,8 @@ class Saver:
         gathering = self._decides.gathering.get(name)
         files = {} if gathering is None else gathering.files
         rank = self._membership.noderanks.get(self._identity.node)
-        mine = "" if rank is None else version.format_node_file(rank)
-        return self.node.count_written_bytes(name) + sum(f.bytes for f in files.values() if f.name != mine)
+        own_file = "" if rank is None else version.format_node_file(rank)
+        return self.node.count_written_bytes(name) + sum(f.bytes for f in files.values() if f.name != own_file)
 
     def describe_saves(self, name: str) -> inspect_schema.TierState | None:
         """Return the root's knowledge of a training's saves, for `inspect`."""
@@ -204,11 +204,11 @@ class Saver:
         if not self.tier or self._membership.detached or incarnation is None or not incarnation.leads:
             return
         shown = ", ".join(hosts[:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
-        said = "; ".join(filter(None, (shown, replace_unprintable(partition[:_SAID]))))
+        drained = "; ".join(filter(None, (shown, replace_unprintable(partition[:_SAID]))))
         for training in self._trainings:
             if training.sealed is not None:
                 self._log(
-                    "draining", version=training.sealed.version, detail=f"{said}: saving this version to the tier"
+                    "draining", version=training.sealed.version, detail=f"{drained}: saving this version to the tier"
                 )
         self._process_event(events.Leaving())
 
@@ -241,12 +241,12 @@ class Saver:
     # ---- decisions and effects -------------------------------------------------------------------------
 
     def _collect_facts(self, now: float) -> events.SaveFacts:
-        here, incarnation, settings = self._membership, self._membership.incarnation, self._identity.settings
+        membership, incarnation, settings = self._membership, self._membership.incarnation, self._identity.settings
         return events.SaveFacts(
             here=None if incarnation is None else (incarnation.restart, incarnation.rounds.round),
             leads=incarnation is not None and incarnation.leads,
             parent=None if incarnation is None else incarnation.rounds.parent,
-            epoch=here.epoch,
+            epoch=membership.epoch,
             sealed={t.name: (t.sealed, t.world) for t in self._trainings if t.sealed is not None},
             missing=incarnation is not None and incarnation.is_incomplete(now),
             silent_s=0.0 if incarnation is None else incarnation.silent_s,
@@ -453,9 +453,9 @@ class Saver:
             self._report_unreadable(str(error))
 
     def _report_unreadable(self, reason: str) -> str:
-        told = f"cannot read the tier: {reason}"
-        self.say("", 0, told)
-        return told
+        sentence = f"cannot read the tier: {reason}"
+        self.say("", 0, sentence)
+        return sentence
 
     @property
     def problem(self) -> str:

@@ -54,7 +54,7 @@ class SupervisorChannel:
                     last = at + _FDS_A_PACKET >= len(numbers)
                     packet = json.dumps({"numbers": part, "last": last}).encode()
                     socket.send_fds(self._sock, [packet], [fds[number] for number in part])
-                said, got, _, _ = socket.recv_fds(self._sock, _PACKET_BYTES, 1)
+                answer, got, _, _ = socket.recv_fds(self._sock, _PACKET_BYTES, 1)
             except OSError as error:
                 # A late answer would be mistaken for the answer to the next request.
                 self._sock.close()
@@ -62,7 +62,7 @@ class SupervisorChannel:
         if got:
             os.set_inheritable(got[0], False)
             return got[0]
-        raise NoWorker(said.decode(errors="replace")[:200] or "the agent's supervisor is gone")
+        raise NoWorker(answer.decode(errors="replace")[:200] or "the agent's supervisor is gone")
 
 
 class Workers:

@@ -121,7 +121,7 @@ def _fold_in(
     if end <= one.start:
         return 0
     if isinstance(source, Memfd):
-        with source.view() as there, there[one.start : end] as data:
+        with source.view() as memory, memory[one.start : end] as data:
             take(0, data)
         return 0
     try:

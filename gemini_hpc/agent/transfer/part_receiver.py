@@ -67,11 +67,11 @@ class PartReceiver:
 
     def find_refusal(self, ask: peer.PushAsk, host: str) -> str:
         """Return why no bytes are accepted from this host now, or "" if they are."""
-        shard, here = self._find_parity(ask), self._membership
-        if shard is None or shard.parity is None or shard.registered_round != here.round:
+        shard, membership = self._find_parity(ask), self._membership
+        if shard is None or shard.parity is None or shard.registered_round != membership.round:
             return f"no parity of the shard of rank {ask.rank} is registered here"
         home = shard.parity.homes[ask.rank]
-        if here.noderanks.get(host) != home:
+        if membership.noderanks.get(host) != home:
             return f"node rank {home} is the home of the shard of rank {ask.rank}"
         return ""
 

@@ -258,7 +258,7 @@ class PullScheduler:
         return memory
 
     async def _fetch(self, copy: Copy, memory: Memfd, sources: tuple[str, ...], stop: Event) -> None:
-        me = self._identity
+        identity = self._identity
         async with self._gate:
             incarnation = self._membership.incarnation
             if incarnation is None:
@@ -273,8 +273,8 @@ class PullScheduler:
                 if host != source and takeover is not None:
                     client = self._predecessor.build_client(host, "pull", takeover.job)
                     port, stamp = takeover.ports.get(host, 0), takeover.stamps.get(copy.training, copy.stamp)
-                    ways.append(pull.Source(host, me.settings.format_address(host), port, client, stamp))
-                elif host != me.node and (way := self._find_source(host, copy.stamp)) is not None:
+                    ways.append(pull.Source(host, identity.settings.format_address(host), port, client, stamp))
+                elif host != identity.node and (way := self._find_source(host, copy.stamp)) is not None:
                     ways.append(way)
             connections = max(1, pull.AT_ONCE // max(1, len(self._running)))
             pulled = await run_beside(

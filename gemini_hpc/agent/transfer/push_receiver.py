@@ -216,19 +216,19 @@ class PushReceiver:
 
     def _find_refusal(self, push: _Push) -> str:
         """Return why no bytes are accepted from this push now, or "" if they are."""
-        ask, here, incarnation = push.ask, self._membership, self._membership.training
+        ask, membership, incarnation = push.ask, self._membership, self._membership.training
         training, shard = self._trainings.get(ask.training), self._store.get(ask.training, ask.rank)
         if push.stopped or incarnation is None or training is None:
             return "this node has no part in a running training"
-        if ask.epoch != here.epoch or ask.round != here.round:
-            return f"this node is at epoch {here.epoch}, round {here.round}"
+        if ask.epoch != membership.epoch or ask.round != membership.round:
+            return f"this node is at epoch {membership.epoch}, round {membership.round}"
         if self._parts.expects(ask):
             return self._parts.find_refusal(ask, push.host)
-        if shard is None or shard.registered_round != here.round or shard.half_back:
+        if shard is None or shard.registered_round != membership.round or shard.half_back:
             return f"shard of rank {ask.rank} is not registered here"
         if not shard.pushed:
             return f"a process of this node fills the shard of rank {ask.rank}"
-        if here.noderanks.get(push.host) != shard.home:
+        if membership.noderanks.get(push.host) != shard.home:
             return f"node rank {shard.home} is the home of the shard of rank {ask.rank}"
         return ""
 

@@ -82,7 +82,7 @@ class PushSender:
         if (older := self._channels.get(key)) is not None:
             older.stop()
         page = grant_page.make()
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel = self._channels[key] = Channel(
             self._membership,
             self._store,
@@ -92,7 +92,7 @@ class PushSender:
             shard.training,
             shard.rank,
             host,
-            mine,
+            own_end,
             GrantReader(page),
         )
         self._spawn(self._carry(key, channel))

@@ -569,8 +569,8 @@ class Rdma:
             with _register_scratch(self._port, bytes(TRIAL_BYTES)) as target:
                 with closing(Window(target, trial.pair)) as window:
                     link.send(peer.PushAnswer(window=window.place))
-                    said = link.receive(peer.PushTried)
-                reason = "" if digest_bytes(target.view) == said.digest else "the bytes of a trial have not arrived"
+                    tried = link.receive(peer.PushTried)
+                reason = "" if digest_bytes(target.view) == tried.digest else "the bytes of a trial have not arrived"
         except RdmaError as exc:
             reason = str(exc)
         if reason:

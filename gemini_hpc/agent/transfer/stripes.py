@@ -124,10 +124,10 @@ class Stripes:
         self._wait_for(lambda: self._said)
         return self._said.popleft()
 
-    def _wait_for(self, there: Callable[[], object]) -> None:
+    def _wait_for(self, condition: Callable[[], object]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: there() or self._over)
-            if not there():
+            self._changed.wait_for(lambda: condition() or self._over)
+            if not condition():
                 raise OSError(self.failure or "the connections have ended")
 
     def record_acknowledged(self, link: BlockingLink, arrived: int) -> int:

@@ -724,7 +724,7 @@ class IntervalController:
             j,
             self._agreed.s,
             lambda news: self._find_reason(usual_s, name=news),
-            mine=self._rank == self._because,
+            is_cause=self._rank == self._because,
             advice="" if in_force else f"these ranks cannot agree on saving fewer versions: pass Traffic(every={j})",
         )
 
