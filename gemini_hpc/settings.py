@@ -32,7 +32,7 @@ class Settings:
 
     cluster_name: str = _declare(
         "cluster",
-        "Name of this cluster, not read from Slurm. Agents and controllers of another name are refused.",
+        "Name of this cluster; it need not be Slurm's. Agents and controllers of another name are refused.",
     )
     run_dir: str = _declare(
         "/run/gemini-hpc",
@@ -46,7 +46,7 @@ class Settings:
     )
     auth: str = _declare(
         "munge",
-        'Proof of who one is, the same on all hosts: `"munge"`, or `"key"` ([without MUNGE](#without-munge)).',
+        'How agents and controllers authenticate each other, the same on all hosts: `"munge"`, or `"key"` ([without MUNGE](#without-munge)).',
     )
     controller_host: str = _declare(
         "",
@@ -64,7 +64,7 @@ class Settings:
     )
     peer_address: str = _declare(
         "{host}",
-        "Name by which agents dial each other; `{host}` is the node's name in Slurm. It must lead to `interface`, "
+        "Name by which agents dial each other; `{host}` is the node's name in Slurm. It must resolve to the address of `interface`, "
         'e.g. `"{host}-ib0"`.',
     )
     rdma: str | tuple[str, ...] = _declare(
@@ -89,9 +89,9 @@ class Settings:
     )
     self_fence_s: float = _declare(
         30.0,
-        "An agent without any peer *and* without the controller for so long ends its ranks (SIGTERM, 2 s later "
-        "SIGKILL): the job may run elsewhere. A last search for peers and a call to the controller must fail "
-        "first. Never with 0, on one node, or without a controller.",
+        "After this time without any peer *and* without the controller, an agent ends its ranks (SIGTERM, 2 s "
+        "later SIGKILL), because the job may run elsewhere. A last search for peers and a call to the controller "
+        "must fail first. It never does so if this is 0, in a job of one node, or at a site without a controller.",
         0,
         86400,
     )
@@ -103,7 +103,7 @@ class Settings:
     retention_s: float = _declare(900.0, "How long replicas outlive a job that ended without success.", 0)
     held_retention_s: float = _declare(
         86400.0,
-        "The same for a job without a tier that is held or pending. Without a controller, or with a tier, "
+        "How long replicas of a held or pending job without a tier stay. Without a controller, or with a tier, "
         "`retention_s` holds. [Memory pressure](#memory-and-retention) ends it earlier.",
         0,
     )
@@ -113,7 +113,7 @@ class Settings:
         0,
         1,
     )
-    memory_cap_bytes: int = _declare(0, "The same in bytes. 0: use `memory_fraction`.", 0)
+    memory_cap_bytes: int = _declare(0, "Limit of them in bytes. 0: use `memory_fraction`.", 0)
     agent_cgroup: str = _declare(
         "",
         'Memory cgroup of the agents, from the top of the hierarchy, such as `"/gemini-hpc"`. Empty: '
@@ -171,13 +171,13 @@ class Settings:
     )
     auto_resume_s: float = _declare(
         0.0,
-        "Resume a fenced node that has booted and whose slurmd has answered for so long (60 is good), twice a day "
-        "at most. 0: never.",
+        "Resume a fenced node once it has booted and its slurmd has answered for this time (60 is good); at most "
+        "twice a day. 0: never.",
         0,
     )
     recoveries_without_progress: int = _declare(
         5,
-        "Lives in a row in which a job lost nodes and sealed no newer version; then it is "
+        "Incarnations in a row in which a job lost nodes and sealed no newer version; then it is "
         "[held](#what-the-controller-does-to-slurm-and-when). 0: never.",
         0,
         1000,

@@ -85,5 +85,5 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
         type=parse_rate,
         default=2.5e9,
         metavar="RATE",
-        help="of the storage, for all nodes together, in bits/s (default: 20Gbps)",
+        help="rate of the tier's storage, all nodes together, in bits/s (default: 20Gbps)",
     )

@@ -25,7 +25,9 @@ def register(verbs: frame.Verbs) -> None:
     parser.add_argument(
         "--daemon", action="store_true", help="go to the background, log to controller.log below state_dir"
     )
-    parser.add_argument("--foreground", action="store_true", help="the default; unit files of 0.2 say it")
+    parser.add_argument(
+        "--foreground", action="store_true", help="stay in the foreground (the default; kept for unit files of 0.2)"
+    )
     parser.add_argument("--verbose", action="store_true", help="log every Slurm command with its duration")
 
 

@@ -37,7 +37,7 @@ def register(verbs: frame.Verbs) -> None:
         "--host-role",
         choices=("auto", "controller", "node", "login"),
         default="auto",
-        help="what this host is (default: %(default)s, found out from Slurm)",
+        help="role of this host (default: %(default)s, read from Slurm)",
     )
     parser.add_argument(
         "--only",
@@ -54,7 +54,7 @@ def register(verbs: frame.Verbs) -> None:
         metavar="PARTITION",
         help="run a small protected job in this partition, and take one of its nodes away and back; as root only",
     )
-    parser.add_argument("--user", default=os.environ.get("SUDO_USER", ""), help="whose job the canary is")
+    parser.add_argument("--user", default=os.environ.get("SUDO_USER", ""), help="user who submits the canary job")
     parser.add_argument("--yes", action="store_true", help="do not ask before the canary")
 
 

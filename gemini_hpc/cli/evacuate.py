@@ -16,8 +16,8 @@ def register(verbs: frame.Verbs) -> None:
         run,
         "gemini-hpc evacuate 42 n3",
         help="move a running job off one of its nodes, onto a spare",
-        description="Have a running job leave one of its nodes: right after the next sealed version all ranks begin "
-        "again in the same step, with a spare of the job (--gemini-spares) in the node's place. The node stays "
+        description="Have a running job leave one of its nodes. Right after the next sealed version all ranks begin "
+        "again in the same job step, with a spare (--gemini-spares) in the node's place. The node stays "
         "allocated to the job, idle. Draining it in Slurm does the same. For the job's owner, root and SlurmUser.",
         epilog="Exit status: 0 when the job goes on without the node; otherwise prints the reason and exits 1.",
     )

@@ -47,7 +47,10 @@ def register(verbs: frame.Verbs) -> None:
     )
     frame.add_tier(parser)
     parser.add_argument(
-        "--training", metavar="NAME", default="", help="where a job has several (Checkpointer(name=...))"
+        "--training",
+        metavar="NAME",
+        default="",
+        help="name of the training, if the job has several (Checkpointer(name=...))",
     )
     parser.add_argument(
         "--version", metavar="N", type=parse_count, default=0, help="the version's number (default: newest)"

@@ -25,7 +25,10 @@ def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
     """Add the options; return the group of those that exclude each other."""
     rates = parser.add_mutually_exclusive_group()
     rates.add_argument(
-        "--failures-per-node-day", type=build_number_parser(0, 100), metavar="F", help="default: 0.015"
+        "--failures-per-node-day",
+        type=build_number_parser(0, 100),
+        metavar="F",
+        help="failures of a node a day (default: 0.015)",
     )
     rates.add_argument(
         "--history",
@@ -38,13 +41,13 @@ def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
         type=build_count_parser(1, 3650),
         default=90,
         metavar="N",
-        help="to ask sacct for (default: 90)",
+        help="days of history to ask sacct for (default: 90)",
     )
     parser.add_argument(
         "--hardware",
         type=build_number_parser(0, 1),
         metavar="SHARE",
-        help="of failures that take the node and its memory (default: 0.5; with --history: 1)",
+        help="share of failures that destroy a node's memory (default: 0.5; with --history: 1)",
     )
     return rates
 

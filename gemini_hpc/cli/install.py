@@ -24,7 +24,7 @@ def register(verbs: frame.Verbs) -> None:
         run,
         "gemini-hpc install --dry-run",
         "gemini-hpc install --dry-run --slurm-conf new/slurm.conf",
-        help="say which lines slurm.conf and plugstack.conf need",
+        help="print the lines that slurm.conf and plugstack.conf lack",
         description="Compare slurm.conf and plugstack.conf of this host with what gemini-hpc needs, and print the "
         "lines that are missing, with reasons. Nothing is changed, so --dry-run must be given. "
         "Exit status: 0 no line is missing, 1 some are, 2 wrong command line or no slurm.conf.",

@@ -33,7 +33,7 @@ def register(verbs: frame.Verbs) -> None:
         "sudo gemini-hpc node n3 --json",
         help="list the jobs that a drain of a node would hurt",
         description="List the jobs on a node before it is drained: your own; for root, SlurmUser and operators all. "
-        "IF DRAINED says what a drain does to the job, IF LOST what it resumes from when the node then goes away. "
+        "IF DRAINED says what a drain does to the job, IF LOST what it resumes from if the node dies. "
         "Changes nothing.",
     )
     frame.add_node(parser)

@@ -41,7 +41,7 @@ def register(verbs: frame.Verbs) -> None:
         run,
         "gemini-hpc plan --nodes 128 --state 1.1TB --network 200Gbps \\",
         "    --memory 1TB --iteration 12",
-        help="what protection a training of a given size can have",
+        help="compute the protection that a training can have",
         description="Compute the protection that a job of this size can have, for a number of copies and for one "
         "more. The table says whether copies fit into memory, how often a version is saved and what that costs. It "
         "says which losses of nodes a version survives, what a failure costs, and how often to save to the tier. "

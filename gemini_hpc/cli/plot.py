@@ -29,7 +29,10 @@ def _parse_file_name(text: str) -> str:
 def add_plot(parser: argparse.ArgumentParser) -> None:
     """Add the option to a parser."""
     parser.add_argument(
-        "--plot", type=_parse_file_name, metavar="FILE", help="also draw it there, as .png or .svg; needs matplotlib"
+        "--plot",
+        type=_parse_file_name,
+        metavar="FILE",
+        help="also draw the result into FILE, .png or .svg; needs matplotlib",
     )
 
 

@@ -43,7 +43,7 @@ def register(verbs: frame.Verbs) -> None:
         "--rank",
         metavar="R",
         type=build_count_parser(0, MAX_RANKS),
-        help="draw this rank (default: the largest overhead)",
+        help="rank to draw (default: the one with the largest overhead)",
     )
     parser.add_argument(
         "--training", metavar="NAME", dest="name", help="draw this training only (default: all, 16 at most)"

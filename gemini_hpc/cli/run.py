@@ -45,11 +45,11 @@ def register(verbs: frame.Verbs) -> None:
         "gemini-hpc run -- srun python train.py",
         "gemini-hpc run --max-restarts 5 -- srun torchrun train.py",
         "gemini-hpc run --own-agents --replicas 2 -- srun python train.py",
-        help="run a job step, and again in the same allocation when it dies on healthy nodes",
+        help="run a job step; restart it in the same allocation if it fails on healthy nodes",
         description="Run COMMAND (usually srun ...) in a batch script. If it fails while all nodes of the job are "
-        "healthy, start it again at once: every rank resumes from the replicas in memory. If no newer version has "
-        "been sealed in between, or it fails where it did before, do so once only. If a node is dead, wait for Slurm "
-        "to requeue the job, and request the requeue after 60 s. A command that a signal has ended is not repeated.",
+        "healthy, start it again at once: every rank resumes from the replicas in memory. Restart only once if "
+        "no newer version was sealed in between, or if it fails at the same place again. If a node is dead, wait "
+        "60 s for Slurm to requeue the job, then request it. A command that a signal has ended is not repeated.",
         epilog="Exit status: that of the last COMMAND; 75 for a dead node and no requeue in time.",
     )
     parser.add_argument(

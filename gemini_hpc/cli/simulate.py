@@ -42,9 +42,10 @@ def register(verbs: frame.Verbs) -> None:
         run,
         "gemini-hpc simulate --figure gemini-15a",
         "gemini-hpc simulate --nodes 1000 --state 1.1TB --days 30",
-        help="what failures cost a training, and the papers' figures",
-        description="Simulate a training under failures of its nodes, for several ways to protect it: how much of "
-        "the time is training that stays. Or print a figure of a paper, as published and as computed here.",
+        help="compute what failures cost a training, or print a paper's figure",
+        description="Simulate a training under failures of its nodes, for several ways to protect it. Print the "
+        "share of time spent on steps that are not repeated. Or print a paper's figure, as published and as "
+        "computed.",
         epilog="Schemes: strawman (storage, every 3 h), highfreq (storage, as often as it can), gemini (peers' "
         "memory, every iteration), reft (own memory and parity over six nodes), jit (just-in-time, at user level), "
         "ours (this project, by requeue), ours-spare (with spares in the allocation). What they assume: "
@@ -57,41 +58,68 @@ def register(verbs: frame.Verbs) -> None:
         "--schemes", type=_parse_schemes, default=list(_SCHEMES), help="comma-separated (default: all)"
     )
     parser.add_argument(
-        "--nodes", type=build_count_parser(2, 200_000), default=1000, metavar="N", help="default: %(default)s"
+        "--nodes",
+        type=build_count_parser(2, 200_000),
+        default=1000,
+        metavar="N",
+        help="number of nodes (default: %(default)s)",
     )
     parser.add_argument(
-        "--state", type=parse_size, default=1203e9, metavar="SIZE", help="of all ranks (default: 1.2TB)"
+        "--state",
+        type=parse_size,
+        default=1203e9,
+        metavar="SIZE",
+        help="training state over all ranks (default: 1.2TB)",
     )
     parser.add_argument(
-        "--iteration", type=build_number_parser(0.01, 1e5), default=62.0, metavar="S", help="default: 62 s"
+        "--iteration",
+        type=build_number_parser(0.01, 1e5),
+        default=62.0,
+        metavar="S",
+        help="seconds of an iteration (default: 62)",
     )
     parser.add_argument(
-        "--network", type=parse_rate, default=50e9, metavar="RATE", help="of a node, in bits/s (default: 400Gbps)"
+        "--network",
+        type=parse_rate,
+        default=50e9,
+        metavar="RATE",
+        help="network rate of a node, in bits/s (default: 400Gbps)",
     )
     add_storage(parser)
     add_failures(parser).add_argument(
         "--trace",
         metavar="FILE",
-        help="take the failures themselves from there: lines of seconds, node ranks and kind, such as "
-        "'3600 4-7,9 hardware'",
+        help="read the failures from FILE; each line has seconds, node ranks and kind, such as '3600 4-7,9 hardware'",
     )
     parser.add_argument(
         "--replicas", type=build_count_parser(1, 8), default=2, metavar="M", help="copies in memory (default: 2)"
     )
     parser.add_argument(
-        "--standby", type=build_count_parser(0, 100_000), default=0, metavar="N", help="nodes that wait (default: 0)"
+        "--standby",
+        type=build_count_parser(0, 100_000),
+        default=0,
+        metavar="N",
+        help="standby nodes outside the job (default: 0)",
     )
-    parser.add_argument("--days", type=build_number_parser(0.01, 3650), default=30.0, help="default: 30")
+    parser.add_argument(
+        "--days", type=build_number_parser(0.01, 3650), default=30.0, help="days to simulate (default: 30)"
+    )
     parser.add_argument(
         "--shape",
         type=build_number_parser(0.1, 10),
         default=1.0,
-        help="of the Weibull distribution; below 1: bursts (default: 1)",
+        help="shape of the failures' Weibull distribution; below 1 they come in bursts (default: 1)",
     )
     parser.add_argument(
-        "--repair", type=build_number_parser(0, 1e4), default=24.0, metavar="HOURS", help="of a node (default: 24)"
+        "--repair",
+        type=build_number_parser(0, 1e4),
+        default=24.0,
+        metavar="HOURS",
+        help="hours until a failed node is repaired (default: 24)",
     )
-    parser.add_argument("--seed", type=build_count_parser(0, 1 << 31), default=1, help="of the failures (default: 1)")
+    parser.add_argument(
+        "--seed", type=build_count_parser(0, 1 << 31), default=1, help="seed of the failures (default: 1)"
+    )
     add_plot(parser)
     frame.add_json(parser, "print one JSON document (schema 1)")
 

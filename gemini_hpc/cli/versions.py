@@ -24,12 +24,12 @@ def register(verbs: frame.Verbs) -> None:
         "gemini-hpc versions /lustre/ada/ckpt",
         errors=(OSError, ValueError),
         help="list a job's versions on the persistent tier, with their names",
-        description="List the whole versions of a job on the persistent tier, newest first: set, version, ranks, "
-        "size, when it was saved, and the names under which it stays for good (Checkpointer.keep). Reads the "
+        description="List the complete versions of a job on the persistent tier, newest first: training, version, "
+        "ranks, size, when it was saved, and the names that protect it from removal (Checkpointer.keep). Reads the "
         "directory only: the job may have ended long ago.",
     )
     parser.add_argument(
-        "what", metavar="JOBID|DIR", help="a job or array task (10_3), or a directory: of a job or of a training"
+        "what", metavar="JOBID|DIR", help="job id, array task (10_3), or the directory of a job or a training"
     )
     frame.add_tier(parser)
     frame.add_json(parser, "print one JSON document (schema 1)")

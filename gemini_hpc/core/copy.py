@@ -24,7 +24,7 @@ class Copy(msgspec.Struct, frozen=True):
     """A complete and verified copy of a shard, or a parity.
 
     Attributes:
-        set: Name of the training.
+        training: Name of the training.
         rank: Training rank of the shard.
         world: Number of ranks of the training.
         home: Node rank where the training rank lived.

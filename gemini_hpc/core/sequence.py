@@ -48,7 +48,7 @@ class Closed(msgspec.Struct, frozen=True):
     """A training that all ranks have closed.
 
     Attributes:
-        set: Name of the training.
+        training: Name of the training.
         version: Completed steps.
         restart: Incarnation in which it was last closed.
         series: The closing series, the same in each start of its step; "" if another job closed the training.

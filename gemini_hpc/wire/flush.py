@@ -18,7 +18,7 @@ class Flushing(Message, frozen=True, tag="flushing"):
     """The progress of one training's flush.
 
     Attributes:
-        set: The training; "": the job as a whole.
+        training: The training; "": the job as a whole.
         over: No more messages follow for this training.
         reason: Reason why the version is not on the tier; "": the version is there.
         root: Agent to ask instead of this one.

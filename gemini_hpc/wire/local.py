@@ -286,7 +286,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
         fresh: A rejecting rank allowed the training to begin anew if no other version is left.
         after: Job that the chosen version was taken over from; 0: this job made the version itself.
         group: Node ranks in the order of `placement.list_ring`.
-        set: Name of the training in all further messages; "": the name in `Hello`.
+        training: Name of the training in all further messages; "": the name in `Hello`.
         closed: Version at which all ranks have closed the training before.
         passed: All ranks have closed all trainings of its step as well, and a later step has begun.
         others: If no version is chosen: versions of trainings that are not closed and of which no rank has sent

@@ -90,6 +90,43 @@ def test_exceptions_in_docstrings_exist() -> None:
     assert raised("Return.\n\nRaises:\n    NoSuch: It is not there.\n    a.Other: Nor this.") == ["NoSuch", "Other"]
 
 
+def listed_attributes(text: str) -> list[str]:
+    """Return the names that a docstring lists under "Attributes:"."""
+    block = re.search(r"^Attributes:\n((?:    .*\n?|\n)+)", text, re.M)
+    return re.findall(r"^    (\w+):", block[1], re.M) if block else []
+
+
+def test_attributes_in_docstrings_exist() -> None:
+    """A class, or one that it inherits from, has each attribute that its docstring lists."""
+    classes = [
+        (f"{path.relative_to(PRODUCT)}:{node.lineno}", node)
+        for path in sorted(PRODUCT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    by_name = {node.name: node for _, node in classes}
+
+    def names(node: ast.ClassDef) -> set[str]:
+        found: set[str] = set()
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(inner.name)
+            elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                found.add(inner.id)
+            elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                found.add(inner.attr)
+        bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+        return found.union(*(names(by_name[base]) for base in bases if base in by_name and base != node.name))
+
+    wrong = [
+        f"{at}: {node.name} has no {name}"
+        for at, node in classes
+        for name in listed_attributes(ast.get_docstring(node) or "")
+        if name not in names(node)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_a_fault_is_found() -> None:
     assert faults("Whom an agent calls dead.") and faults("Of one rank.") and faults("Return " + "a word " * 16 + ".")
     assert not faults("Return the newest version.\n\nArgs:\n    name: " + "a word " * 20)

@@ -37,7 +37,7 @@ class Shard:
     """Both slots of one shard on this node.
 
     Attributes:
-        set: Name of the training.
+        training: Name of the training.
         rank: Rank whose state the shard is.
         world: Number of shards of the training.
         home: Node rank of the shard's home.

@@ -35,7 +35,7 @@ class WantedVersion:
     """A version that is to be saved.
 
     Attributes:
-        set: Name of the training.
+        training: Name of the training.
         stamp: The version.
         attempt: Number that distinguishes several saves of a version.
         homes: Node ranks whose shards are written here. None means this node's own.
