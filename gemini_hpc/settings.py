@@ -46,7 +46,8 @@ class Settings:
     )
     auth: str = _declare(
         "munge",
-        'How agents and controllers authenticate each other, the same on all hosts: `"munge"`, or `"key"` ([without MUNGE](#without-munge)).',
+        "How agents and controllers authenticate each other, the same on all hosts: "
+        '`"munge"`, or `"key"` ([without MUNGE](#without-munge)).',
     )
     controller_host: str = _declare(
         "",
@@ -64,8 +65,8 @@ class Settings:
     )
     peer_address: str = _declare(
         "{host}",
-        "Name by which agents dial each other; `{host}` is the node's name in Slurm. It must resolve to the address of `interface`, "
-        'e.g. `"{host}-ib0"`.',
+        "Name by which agents dial each other; `{host}` is the node's name in Slurm. It must resolve to the "
+        'address of `interface`, e.g. `"{host}-ib0"`.',
     )
     rdma: str | tuple[str, ...] = _declare(
         RDMA_OFF,
