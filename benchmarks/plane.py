@@ -119,7 +119,7 @@ def _pushes(options: Options, pushed: list[dict[str, float]], shared: list[dict[
 async def _hashing(size: int, runs: int) -> tuple[list[float], list[float], list[float], int]:
     """Seconds of the pool and of plain threads over one slot, and of an inventory; the pool's threads."""
     store = Store(Budget(Settings(cluster_name="bench", memory_cap_bytes=4 * _SHARDS * size, memory_floor_bytes=0)))
-    shards = [await store.make("default", rank, _SHARDS, 0, size) for rank in range(_SHARDS)]
+    shards = [await store.make_shard("default", rank, _SHARDS, 0, size) for rank in range(_SHARDS)]
     for shard in shards:
         for index in (0, 1):
             with shard.memory[index].view() as view:

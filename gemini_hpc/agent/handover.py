@@ -25,13 +25,13 @@ _ANSWER_S = 5.0  # an agent on this node answers within milliseconds unless its 
 def give_copy(m: local.TakeOver, store: Store, barred: Callable[[], str], log: Log) -> Reply:
     """Give away a copy's memory, if the copy is here and this job no longer needs it."""
     stamp = Stamp(m.epoch, m.version)
-    found = store.find(m.training, m.rank, stamp)
+    found = store.find_version(m.training, m.rank, stamp)
     if why := barred():
         return local.Error(why), []
     copy = found[0].describe_copy(found[1]) if found is not None else None
     if found is None or copy is None or copy.digest != m.digest or any(slot.busy for slot in found[0].pair.slots):
         return local.Error("not held here, or in use"), []
-    fd = store.give_away(*found)
+    fd = store.release_memory(*found)
     log("handed_over", version=m.version, detail=f"the memory of shard {m.rank}, to job {m.heir}")
     return local.Copy(m.epoch, m.version, copy.bytes, copy.used, copy.digest), [fd]
 

@@ -180,7 +180,7 @@ class PeerServer:
                     await link.flush(self._view.build_part(message.request, message.record))
 
     def _find_copy(self, ask: peer.PullAsk) -> tuple[Copy, Any] | bool:
-        find = self._store.find_parity if ask.parity else self._store.find
+        find = self._store.find_parity if ask.parity else self._store.find_version
         found = find(ask.training, ask.rank, ask.stamp)
         if found is None:
             return False

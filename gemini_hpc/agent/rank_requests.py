@@ -265,7 +265,7 @@ class RankRequests:
             raise RequestRejected("a shard of 0 bytes is impossible")
         number = self._membership.round
         try:
-            shard = await self._store.make(m.training, m.rank, m.world, m.home, size_bytes)
+            shard = await self._store.make_shard(m.training, m.rank, m.world, m.home, size_bytes)
         except NoMemory as exc:
             training.note = str(exc)
             self._log.log("refused", detail=str(exc))
@@ -341,7 +341,7 @@ class RankRequests:
             return local.Refused(exc.reason), []
         self._fills[m.training, m.rank, index] = client
         training.begun = max(training.begun, m.version)
-        note = self._saver.troubles.note(m.training)
+        note = self._saver.troubles.pop_note(m.training)
         if m.rank == 0 and training.void_note:
             note, training.void_note = training.void_note, ""
         return local.Begun(index, note), []
@@ -454,7 +454,7 @@ class RankRequests:
         except (ValueError, OSError) as exc:
             raise RequestRejected(str(exc)) from None
         try:
-            shard = await self._store.make(m.training, m.rank, m.world, m.home, m.bytes, reserve=False)
+            shard = await self._store.make_shard(m.training, m.rank, m.world, m.home, m.bytes, reserve=False)
             if self._authorize(client, m) and shard.pair.slots[m.slot].state != "empty":
                 raise RequestRejected(f"slot {m.slot} of rank {m.rank} is no longer empty")
         except BaseException:

@@ -119,7 +119,7 @@ class Rescue:
 
     def list_live_ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose shards could be copied here."""
-        return self._outlines.list_ranks(name) if self._channels.get(name) else ()
+        return self._outlines.list_ranks_without_copy(name) if self._channels.get(name) else ()
 
     def are_sole_holders(self, dead: Collection[str]) -> bool:
         """Return whether these nodes alone have some sealed state.
@@ -208,7 +208,7 @@ class Rescue:
             if (incarnation := self._membership.training) is not None:
                 dead = set(incarnation.mesh.dead)
                 await self._forsake(dead)
-                lacking = [key for key in self._outlines.list_lacking(dead, stamp) if key[0] == name]
+                lacking = [key for key in self._outlines.list_shards_to_rebuild(dead, stamp) if key[0] == name]
                 await self._copy_in_parallel(
                     able, [k for k in lacking if k[1] not in at_work], stamp, "not complete here"
                 )
@@ -251,7 +251,7 @@ class Rescue:
         """Copy shards one after the other, each from the first rank that has it."""
         for name, rank in keys:
             kept = self._outlines.find(name, rank, stamp)
-            found = self._store.find(name, rank, stamp)
+            found = self._store.find_version(name, rank, stamp)
             if ((name, rank), stamp) in self._tried or (found and found[0].pair.slots[found[1]].state == "complete"):
                 continue
             self._tried.add(((name, rank), stamp))
@@ -276,7 +276,7 @@ class Rescue:
         present, training = self._store.get(o.training, o.rank), self._trainings.get(o.training)
         if present is not None and training is not None and present.bytes == o.slot_bytes:
             return present, self._filling.begin_again(training, present, o.stamp.version)
-        shard = await self._store.make(o.training, o.rank, o.world, o.home, o.slot_bytes)
+        shard = await self._store.make_shard(o.training, o.rank, o.world, o.home, o.slot_bytes)
         shard.rescued_round = self._membership.round
         return shard, shard.pair.begin_version(o.stamp, None, frozenset(), voted=frozenset())
 

@@ -1,4 +1,4 @@
-"""The job's continuation without nodes that are dead or should be left: spares replace them (`core.views`).
+"""Replacement of dead nodes, and of nodes that the job should leave, by spares (`core.views`).
 
 Two decisions are made elsewhere: which nodes are dead (`peers.failure_detector`), and which version the new view
 resumes from (`peers.recovery_round`).
@@ -166,7 +166,7 @@ class Spares:
             self._log("moving", detail=f"leaving {', '.join(sorted(wanted))[:300]} at the next sealed version")
             incarnation = self._membership.incarnation
             assert incarnation is not None  # otherwise the nodes cannot be left
-            self._spawn(self._move_late(frozenset(wanted), incarnation.restart))
+            self._spawn(self._leave_without_seal(frozenset(wanted), incarnation.restart))
             self._ask_to_hold(incarnation)
         return ""
 
@@ -239,8 +239,8 @@ class Spares:
         if self._moving and self._holds is not None and self._holds is self._membership.incarnation:
             asyncio.get_running_loop().call_soon(self._leave_nodes, frozenset(self._moving), "left")
 
-    async def _move_late(self, hosts: frozenset[str], restart: int) -> None:
-        """Leave the nodes without a seal. A requeue meanwhile has chosen the job's nodes again."""
+    async def _leave_without_seal(self, hosts: frozenset[str], restart: int) -> None:
+        """Leave the nodes if no seal came in time. Do nothing after a requeue, which has chosen new nodes."""
         await asyncio.sleep(_SEAL_S)
         incarnation = self._membership.incarnation
         if hosts <= self._moving and incarnation is not None and incarnation.restart == restart:

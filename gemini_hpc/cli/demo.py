@@ -31,7 +31,7 @@ _MOST_LOG_BYTES = 64 << 20  # an iteration takes some 100 bytes
 
 
 class DemoFailed(Exception):
-    """The error that the demonstration did not show what it should; the text gives the reason."""
+    """A demonstration that failed; the text gives the reason."""
 
 
 def register(verbs: frame.Verbs) -> None:

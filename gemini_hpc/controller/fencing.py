@@ -59,7 +59,7 @@ class Act(Enum):
 
 
 class Veto(Enum):
-    """The rule that decided."""
+    """The rule that forbids an action; `NONE` if none does."""
 
     NONE = "none"
     JOB = "job"
@@ -163,7 +163,7 @@ def _find_job_veto(case: Case) -> str:
         return "this node is not in the job's allocation"
     if case.slurm_node is None:
         return "Slurm does not know this node"
-    return _find_report_veto(case, job) if case.claim is Claim.REPORTED else _find_stop(case, job)
+    return _find_report_veto(case, job) if case.claim is Claim.REPORTED else _find_reason_to_stop(case, job)
 
 
 def _find_report_veto(case: Case, job: Job) -> str:
@@ -183,7 +183,7 @@ def _find_report_veto(case: Case, job: Job) -> str:
     return f"the report is about restart {case.restart}, the job is at restart {job.restarts}"
 
 
-def _find_stop(case: Case, job: Job) -> str:
+def _find_reason_to_stop(case: Case, job: Job) -> str:
     """Return a reason in the job not to continue a recovery that has begun; "" if there is none.
 
     The job may be in its old incarnation or on its way back, perhaps not for the first time.

@@ -89,7 +89,7 @@ def _end_incarnation(
         if outcome == _RELEASED:
             _finish_release(run_fd, run_dir, job)
     finally:
-        reaper.ensure(settings, "epilog", job)
+        reaper.ensure_reaper(settings, "epilog", job)
     if outcome in (_HOLD_THIS, _HOLD_FORMER):
         _hold_survivors(job, restart - (outcome == _HOLD_FORMER), place, deadline)
 

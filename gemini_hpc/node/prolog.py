@@ -289,7 +289,7 @@ def _protect_job(inc: JobRun, settings: Settings) -> int:
     theirs.close()
     _start_if_asked(inc, settings, granted, ours, deadline, former)
     outcome = privileges.wait_for_child(child, deadline - clock.monotonic())
-    reaper.ensure(settings, "prolog", inc.job)
+    reaper.ensure_reaper(settings, "prolog", inc.job)
     if outcome == _NOT_STARTED and settings.strict_prolog and _can_run_agent():
         return _UNPROTECTED
     return outcome

@@ -27,7 +27,7 @@ from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.node.memory_cgroup import AGENT_ROOM_BYTES, Choice
 
 GRACE_S = 30.0  # added to the last moment at which an agent releases by itself
-LOG_S = 10.0  # so long the log of a released agent stays for its owner
+LOG_S = 10.0  # time for which the log of a released agent stays for its owner
 SWEEPS = 6  # sweeps of directories without agents; after these, the next prolog removes the rest
 YOUNG_S = 5.0  # added to attach_timeout_s: an agent may still be about to start
 LOOK_LEAST_S, LOOK_S = 0.1, 1.0  # shortest and first wait between two checks of the ledger
@@ -41,7 +41,7 @@ _WATCHED_MAX = 512
 _SILENT, _ANSWERS = 11, 10
 
 
-def ensure(settings: Settings, where: str, job: int) -> None:
+def ensure_reaper(settings: Settings, where: str, job: int) -> None:
     """Ensure that a reaper runs if jobs have ended here, or seem to. Requires root. Never raise.
 
     Prolog and epilog of `job` call this.
@@ -114,7 +114,7 @@ def check_entries(settings: Settings) -> float | None:
             if entry.job not in running and (young_s := _compute_youth_s(settings, entry)) > 0:
                 waits.append(young_s)
                 continue
-            since_s = _update_doubt(settings, entry, entry.job in running)
+            since_s = _measure_doubt_s(settings, entry, entry.job in running)
             if since_s is None:
                 continue
             over = since_s > silent_s
@@ -124,9 +124,11 @@ def check_entries(settings: Settings) -> float | None:
             continue
         else:
             since_s = ledger.read_boot_clock_s() - entry.ended_s
-            over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
+            over = since_s > answering_s or (
+                since_s > silent_s and not _answers_within_retries(settings.run_dir, entry)
+            )
         gone = not list_agent_pids(entry)
-        # An agent that has released by itself leaves its log for its owner, until `sweep`.
+        # An agent that has released by itself leaves its log for its owner, until `sweep_directories`.
         if (over or gone) and end_agent(
             settings.run_dir, entry, f"the job ended {since_s:.0f} s ago", remove=not gone
         ):
@@ -135,7 +137,7 @@ def check_entries(settings: Settings) -> float | None:
     return min(waits, default=None)
 
 
-def sweep(settings: Settings) -> bool:
+def sweep_directories(settings: Settings) -> bool:
     """Remove the leftovers of jobs that are not in the ledger. Return whether any such directory is left."""
     try:
         run_fd = job_directory.open_run_dir(settings.run_dir, create=False)
@@ -167,13 +169,13 @@ def _compute_youth_s(settings: Settings, entry: ledger.LedgerEntry) -> float:
     return entry.started_s + settings.attach_timeout_s + YOUNG_S - ledger.read_boot_clock_s()
 
 
-def _update_doubt(settings: Settings, entry: ledger.LedgerEntry, running: bool) -> float | None:
+def _measure_doubt_s(settings: Settings, entry: ledger.LedgerEntry, running: bool) -> float | None:
     """Return for how many seconds a job without an epilog has had no step here and no answering agent.
 
     None means that the job may be between two steps. The result is recorded in the ledger.
     """
     now_s = ledger.read_boot_clock_s()
-    alive = running or (bool(list_agent_pids(entry)) and _answers_at_last(settings.run_dir, entry))
+    alive = running or (bool(list_agent_pids(entry)) and _answers_within_retries(settings.run_dir, entry))
     since_s = None if alive else now_s if entry.doubted_s is None else entry.doubted_s
     if since_s != entry.doubted_s:
         with ledger.open_ledger(settings.run_dir) as entries:
@@ -326,7 +328,7 @@ def _write_pids_by_name(job: int, uid: int, write_end: int) -> None:
                     os.write(write_end, b"%s\n" % pid.encode())
 
 
-def _answers_at_last(run_dir: str, entry: ledger.LedgerEntry) -> bool:
+def _answers_within_retries(run_dir: str, entry: ledger.LedgerEntry) -> bool:
     """Return whether the agent answers at one of three attempts.
 
     The agent may be slow, or its supervisor may be about to restart it.
@@ -371,7 +373,7 @@ def main() -> int:
             return 0
         wait_s, sweeps = LOOK_S, SWEEPS
         while True:
-            due_in_s, left = check_entries(settings), sweep(settings)
+            due_in_s, left = check_entries(settings), sweep_directories(settings)
             if due_in_s is not None:
                 _wait_for_end(run_dir, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
                 wait_s = min(2 * wait_s, LOOK_MOST_S)

@@ -67,7 +67,7 @@ class File:
 
     def read(self, into: memoryview, at: int) -> int:
         """Read bytes at offset `at` into `into`; return their number, 0 at the end of the file."""
-        if self._can_write_directly(into, at):
+        if self._can_use_direct_io(into, at):
             try:
                 return os.preadv(self._direct, [into], at)
             except OSError as error:
@@ -81,7 +81,7 @@ class File:
         Raises OSError. EINVAL means that the file system does not support direct writes after all. No
         fallback happens here, because direct and buffered writes must not be mixed then.
         """
-        may = self._can_write_directly(data, at)
+        may = self._can_use_direct_io(data, at)
         fd = self._direct if may else self.fd
         while len(data):
             sent = os.pwrite(fd, data, at)
@@ -92,5 +92,5 @@ class File:
                 os.posix_fadvise(fd, at, sent, os.POSIX_FADV_DONTNEED)
             data, at = data[sent:], at + sent
 
-    def _can_write_directly(self, data: memoryview, at: int) -> bool:
+    def _can_use_direct_io(self, data: memoryview, at: int) -> bool:
         return self._direct != -1 and at % PAGE_BYTES == 0 == len(data) % PAGE_BYTES

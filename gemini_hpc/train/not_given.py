@@ -32,13 +32,13 @@ class NotGiven:
         self._given, self._optimizers = list(given), optimizers
         self._everybodys.add(self)
 
-    def has(self, optimizer: Any) -> bool:
+    def is_passed(self, optimizer: Any) -> bool:
         """Return whether the optimizer was passed, or shares the state of one that was."""
         return any(o is optimizer for o in self._given) or shares_state(optimizer, self._optimizers)
 
-    def has_anywhere(self, optimizer: Any) -> bool:
+    def is_passed_anywhere(self, optimizer: Any) -> bool:
         """Return whether the optimizer belongs to any training in this process."""
-        return any(each.has(optimizer) for each in self._everybodys)
+        return any(each.is_passed(optimizer) for each in self._everybodys)
 
     def list_classes(self) -> list[str]:
         """Return the classes of all objects that were not passed, for the report."""
@@ -80,7 +80,9 @@ class NotGiven:
         ids = {id(o) for o in given}
         objects = (o for o in gc.get_objects() if issubclass(type(o), kinds) and id(o) not in ids)
         return [
-            o for o in objects if not isinstance(o, _SCHEDULER) or (hasattr(o, "optimizer") and self.has(o.optimizer))
+            o
+            for o in objects
+            if not isinstance(o, _SCHEDULER) or (hasattr(o, "optimizer") and self.is_passed(o.optimizer))
         ]
 
 

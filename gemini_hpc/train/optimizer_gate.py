@@ -324,10 +324,10 @@ class OptimizerGate:
         known = self._foreign.get(optimizer)
         if known is None:
             param_ids = {id(p.tensor) for p in self._tree.params}
-            given = self._not_given.has(optimizer)
+            given = self._not_given.is_passed(optimizer)
             known = given or any(id(p) in param_ids for group in optimizer.param_groups for p in group["params"])
             self._foreign[optimizer] = known
-            if not given and not self._not_given.has_anywhere(optimizer):
+            if not given and not self._not_given.is_passed_anywhere(optimizer):
                 self._report_not_given(optimizer)
         return known
 

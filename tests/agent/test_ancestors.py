@@ -16,7 +16,7 @@ def test_a_newer_version_that_is_not_sealed_does_not_free_the_sealed_one() -> No
 
     async def shards() -> None:
         for size, version in ((8192, 11), (12288, 12)):
-            shard = await store.make("default", 0, 1, 0, size)
+            shard = await store.make_shard("default", 0, 1, 0, size)
             shard.registered_round = 1
             shard.pair.complete_slot(
                 shard.pair.begin_version(Stamp(1, version), None, frozenset(), voted=frozenset()),

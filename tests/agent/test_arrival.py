@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gemini_hpc.agent.transfer import arrival as arrival_module
 from gemini_hpc.agent.transfer.arrival import Arrival, Connection
-from gemini_hpc.agent.transfer.stripes import cut
+from gemini_hpc.agent.transfer.stripes import cut_chunks
 from gemini_hpc.core import ranges
 from gemini_hpc.core.digest import PIECE_BYTES, digest_bytes
 from gemini_hpc.wire import peer
@@ -71,7 +71,7 @@ def test_chunks_in_any_order_give_the_digest_of_the_bytes(
     chunks = []
     for start, end in ranges.list_gaps(there, SIZE):
         bounds = sorted({start, end, *(c for c in cuts if start < c < end)})
-        chunks += [chunk for a, b in pairwise(bounds) for chunk in cut(a, b - a, count)]
+        chunks += [chunk for a, b in pairwise(bounds) for chunk in cut_chunks(a, b - a, count)]
     order.shuffle(chunks)
     for offset, length in chunks:
         assert arrival.missing >= length
@@ -85,7 +85,7 @@ def test_chunks_in_any_order_give_the_digest_of_the_bytes(
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 9 * PIECE_BYTES), st.integers(1, 40 * PIECE_BYTES), st.integers(1, 8))
 def test_chunks_are_cut_between_pieces(offset: int, length: int, count: int) -> None:
-    chunks = cut(offset, length, count)
+    chunks = cut_chunks(offset, length, count)
     assert chunks[0][0] == offset and sum(size for _, size in chunks) == length
     for (start, size), (after, _) in pairwise(chunks):
         assert start + size == after and after % PIECE_BYTES == 0

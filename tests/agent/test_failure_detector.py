@@ -29,7 +29,7 @@ class Watch:
                 self.detector.record_message(host, at)
 
     def probes(self, now: float, late_s: float = 0.0) -> list[Probe]:
-        found = self.detector.tick(now, self.links, late_s)
+        found = self.detector.suspect_silent(now, self.links, late_s)
         assert all(isinstance(effect, Probe) for effect in found)
         return [effect for effect in found if isinstance(effect, Probe)]
 
@@ -73,12 +73,22 @@ def test_who_has_an_agent_already_is_expected() -> None:
     detector = FailureDetector("a", HOSTS, SILENCE_S, 10.0, expected=("b", "c", "z"))
     detector.partners.update(HOSTS[1:])
     detector.record_message("c", 15.9)
-    assert detector.tick(11.0, ["c"]) == detector.tick(13.0, ["c"]) == detector.tick(16.0, ["c"]) == []
-    assert detector.tick(16.1, ["c"]) == [Probe("b", ("c",), 1.0, 2.0)], "of d nobody knows when it comes"
+    assert (
+        detector.suspect_silent(11.0, ["c"])
+        == detector.suspect_silent(13.0, ["c"])
+        == detector.suspect_silent(16.0, ["c"])
+        == []
+    )
+    assert detector.suspect_silent(16.1, ["c"]) == [Probe("b", ("c",), 1.0, 2.0)], "of d nobody knows when it comes"
     stopped = FailureDetector("a", HOSTS, SILENCE_S, 10.0, expected=("b",))
     stopped.partners.add("b")
-    assert stopped.tick(20.0, [], late_s=9.0) == stopped.tick(23.0, []) == stopped.tick(25.0, []) == []
-    assert stopped.tick(25.1, []) != []
+    assert (
+        stopped.suspect_silent(20.0, [], late_s=9.0)
+        == stopped.suspect_silent(23.0, [])
+        == stopped.suspect_silent(25.0, [])
+        == []
+    )
+    assert stopped.suspect_silent(25.1, []) != []
 
 
 def test_who_is_no_partner_or_was_never_heard_is_not_suspected() -> None:
@@ -106,7 +116,7 @@ def test_suspects_are_no_witnesses() -> None:
 def test_whom_anybody_reaches_is_alive(mine: bool, theirs: list[bool | None]) -> None:
     watch = Watch()
     probe = watch.suspect("b")
-    assert watch.detector.judge(probe, mine, theirs, 4.5) == []
+    assert watch.detector.declare_by_probe(probe, mine, theirs, 4.5) == []
     assert not watch.detector.suspects and not watch.detector.dead and watch.detector.last_heard["b"] == 4.5
     watch.hear(5.0, "b")
     assert watch.probes(5.0) == [], "as if it had been heard then"
@@ -115,7 +125,7 @@ def test_whom_anybody_reaches_is_alive(mine: bool, theirs: list[bool | None]) ->
 def test_whom_nobody_reaches_is_dead_and_all_are_told() -> None:
     """A witness that does not answer is none."""
     watch = Watch()
-    found = watch.detector.judge(watch.suspect("b"), False, [False, None, False], 4.5)
+    found = watch.detector.declare_by_probe(watch.suspect("b"), False, [False, None, False], 4.5)
     assert found == [Liveness("b", alive=False), Dead("b", ("a", "c", "e"), known=False)]
     assert watch.detector.dead == {"b"} and watch.detector.list_silent(watch.links) == set()
     watch.hear(5.0, "b")
@@ -126,7 +136,7 @@ def test_who_stopped_watching_buries_nobody() -> None:
     watch = Watch()
     probe = watch.suspect("b")
     watch.detector.watching = False
-    assert watch.detector.judge(probe, False, [False, False, False], 4.5) == [] and not watch.detector.dead
+    assert watch.detector.declare_by_probe(probe, False, [False, False, False], 4.5) == [] and not watch.detector.dead
     watch.hear(5.5, "c")
     assert watch.probes(5.5) == [] and not watch.detector.suspects
 
@@ -221,7 +231,7 @@ def test_who_has_left_is_neither_suspected_nor_buried_until_it_is_heard_again() 
     detector, probe = watch.detector, watch.suspect("b")
     detector.on_report("d", "c", alive=False, now=6.1)
     assert detector.record_leave("b") == [] and detector.record_leave("c") == [Liveness("c", alive=True)]
-    assert detector.judge(probe, False, [False, False, False], 6.2) == []
+    assert detector.declare_by_probe(probe, False, [False, False, False], 6.2) == []
     assert detector.on_report("d", "b", alive=False, now=9.0) == [] and not detector.dead
     watch.hear(9.0, "b", "c")
     assert watch.probes(9.0) == [] and detector.list_silent(HOSTS[3:]) == set()
@@ -236,7 +246,7 @@ def test_one_that_is_buried_while_it_is_probed_is_buried_once() -> None:
     watch = Watch()
     probe = watch.suspect("b")
     assert watch.detector.on_report("c", "b", alive=False, now=4.0)
-    assert watch.detector.judge(probe, False, [False, False, False], 4.5) == [
+    assert watch.detector.declare_by_probe(probe, False, [False, False, False], 4.5) == [
         Dead("b", ("a", "c", "d", "e"), known=True)
     ], "more witnesses, and no news"
 
@@ -254,11 +264,11 @@ def test_whatever_comes(seed: int) -> None:
         if kind == "hear":
             effects = detector.record_message(host, now) if host != "b" else []
         elif kind == "tick":
-            effects = detector.tick(now, rng.sample(HOSTS[1:], 3))
+            effects = detector.suspect_silent(now, rng.sample(HOSTS[1:], 3))
         elif kind == "judge" and under_way:
             probe = under_way.pop(rng.randrange(len(under_way)))
             answers = [rng.choice([False, None, False, True]) for _ in probe.witnesses]
-            effects = detector.judge(probe, probe.host != "b" and rng.random() < 0.5, answers, now)
+            effects = detector.declare_by_probe(probe, probe.host != "b" and rng.random() < 0.5, answers, now)
         elif kind == "found" and host != "b" and host in detector.dead:
             effects = detector.record_reached(host, now)
         else:

@@ -47,7 +47,7 @@ def taken(memory: Memfd) -> int:
 def test_both_slots_are_taken_and_none_is_mapped() -> None:
     """So that no later write can fail, and the first version does not wait for the second one's slot."""
     store = Store(Budget(PLENTY))
-    shard = asyncio.run(store.make("default", 0, 1, 0, 8 * MIB))
+    shard = asyncio.run(store.make_shard("default", 0, 1, 0, 8 * MIB))
     views = [memory.view() for memory in shard.memory]
     assert [taken(memory) >= 8 * MIB for memory in shard.memory] == [True, True]
     assert [mapped(memory) for memory in shard.memory] == [0, 0]
@@ -62,7 +62,7 @@ def test_one_slot_that_does_not_fit_gives_both_back(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store.budget, "measure_left_bytes", lambda: 4 * MIB)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(NoMemory, match="ran short"):
-        asyncio.run(store.make("default", 0, 1, 0, 8 * MIB))
+        asyncio.run(store.make_shard("default", 0, 1, 0, 8 * MIB))
     assert (store.budget.taken_bytes, len(os.listdir("/proc/self/fd"))) == (0, before)
 
 
@@ -79,7 +79,7 @@ def test_shards_of_a_node_are_taken_at_the_same_time(monkeypatch: pytest.MonkeyP
         taking.remove(memory)
 
     async def register() -> None:
-        await asyncio.gather(*(store.make("default", rank, 4, 0, 8 * MIB) for rank in range(4)))
+        await asyncio.gather(*(store.make_shard("default", rank, 4, 0, 8 * MIB) for rank in range(4)))
 
     monkeypatch.setattr(Memfd, "take_pages", take)
     asyncio.run(register())

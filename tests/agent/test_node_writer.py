@@ -42,7 +42,7 @@ class Node:
 
     async def hold(self, rank: int, home: int, stamp: Stamp = STAMP) -> Shard:
         made = slots.make(rank, 2, ROWS, [(0, (32 * rank, 0), (32, 16))], stamp=stamp)
-        shard = await self.store.make("default", rank, 2, home, len(made.memory))
+        shard = await self.store.make_shard("default", rank, 2, home, len(made.memory))
         index = shard.pair.begin_version(stamp, None, frozenset(), voted=frozenset())
         with shard.memory[index].view() as view:
             view[:] = made.view

@@ -162,10 +162,10 @@ def test_directories_that_ended_jobs_have_left_go_after_a_moment(node: Node, mon
         (node.run_dir / name).mkdir()
     os.utime(node.run_dir / "7", (0, 0))
     os.utime(node.run_dir / "9", (0, 0))
-    assert reaper.sweep(node.settings), "the youngest one's owner may look at its log"
+    assert reaper.sweep_directories(node.settings), "the youngest one's owner may look at its log"
     assert sorted(path.name for path in node.run_dir.glob("[0-9]*")) == ["12", "7"]
     os.utime(node.run_dir / "12", (0, 0))
-    assert not reaper.sweep(node.settings)
+    assert not reaper.sweep_directories(node.settings)
     assert [path.name for path in node.run_dir.glob("[0-9]*")] == ["7"]
 
 

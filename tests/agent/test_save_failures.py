@@ -21,15 +21,16 @@ def test_a_reason_is_told_once_whatever_host_and_version() -> None:
 def test_the_program_hears_of_what_has_lasted_and_of_its_end() -> None:
     troubles = SaveFailures()
     troubles.record_failure("default", "rank 3 no longer holds version 7", "n1")
-    assert troubles.note("default") == ""
+    assert troubles.pop_note("default") == ""
     troubles.record_failure("default", FULL.format(8), "n1")
-    note = troubles.note("default")
-    assert "not saved to the tier: n1: /tier" in note and "is full" in note and troubles.note("other") == ""
+    note = troubles.pop_note("default")
+    assert "not saved to the tier: n1: /tier" in note and "is full" in note and troubles.pop_note("other") == ""
     troubles.record_failure("default", FULL.format(9), "n2")
-    assert troubles.note("default") == "", "once"
+    assert troubles.pop_note("default") == "", "once"
     troubles.record_success("default")
     assert (
-        troubles.note("default") == "versions are saved to the tier again" and troubles.describe_last("default") == ""
+        troubles.pop_note("default") == "versions are saved to the tier again"
+        and troubles.describe_last("default") == ""
     )
     assert troubles.record_failure("default", FULL.format(10)), "anew"
 
@@ -39,10 +40,10 @@ def test_one_failure_between_two_saves_is_not_for_the_program() -> None:
     for version in range(5):
         troubles.record_failure("default", f"rank 0 no longer holds version {version}")
         troubles.record_success("default")
-    assert troubles.note("default") == ""
+    assert troubles.pop_note("default") == ""
 
 
 def test_a_tier_that_cannot_be_seen_is_not_of_a_set() -> None:
     troubles = SaveFailures()
     assert [troubles.record_failure("", "not there") for _ in range(3)] == [True, False, False]
-    assert troubles.describe_last("") == "not there" and troubles.note("") == ""
+    assert troubles.describe_last("") == "not there" and troubles.pop_note("") == ""

@@ -32,7 +32,7 @@ NIGHT = [
         "n2",
         0,
         0,
-        "no answer from slurmd and agent for 5.0 s, 2 witnesses " + "and so on " * 6,
+        "no answer from slurmd, agent and kernel for 5.0 s, 2 witnesses " + "and so on " * 6,
     ),
     EventRecord(NOW - 85, "running", "", 0, 0, "restart 1 on n1,n3"),
     EventRecord(NOW - 79, "resumed", "n3", 1, 40, RESUMED),

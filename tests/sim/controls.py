@@ -346,7 +346,7 @@ def only_who_keeps_outlines() -> None:
 def nobody_waits_for_the_living() -> None:
     """Rescue: it is over before the living ranks' own copies are complete."""
 
-    patch(Outlines, "list_lacking", lambda self, dead, stamp: [])
+    patch(Outlines, "list_shards_to_rebuild", lambda self, dead, stamp: [])
 
     async def at_once(self: Rescue, channel: RescueChannel) -> int:
         return channel.rank

@@ -132,8 +132,8 @@ class FailureDetector:
         self.suspects.discard(host)
         return self._record_alive(host, self._ticked_at)
 
-    def tick(self, now: float, links: Collection[str], late_s: float = 0.0) -> list[Effect]:
-        """Return probes for the partners to suspect now. Called once a heartbeat.
+    def suspect_silent(self, now: float, links: Collection[str], late_s: float = 0.0) -> list[Effect]:
+        """Suspect the partners that are silent, and return their probes. Called once a heartbeat.
 
         Args:
             now: The time, in monotonic seconds.
@@ -161,8 +161,10 @@ class FailureDetector:
         able = [other for other in links if other != host and other not in self.suspects]
         return Probe(host, tuple(able[:MAX_WITNESSES]), self._silence_s / 2, self._silence_s)
 
-    def judge(self, probe: Probe, has_reached: bool, theirs: Sequence[bool | None], now: float) -> list[Effect]:
-        """Return the effects of a probe's result.
+    def declare_by_probe(
+        self, probe: Probe, has_reached: bool, theirs: Sequence[bool | None], now: float
+    ) -> list[Effect]:
+        """Declare the suspect dead, or alive, by a probe's result. Return the effects.
 
         Args:
             probe: The probe.
@@ -177,7 +179,7 @@ class FailureDetector:
         if not self.watching:
             return []
         agree = tuple(other for other, reached in zip(probe.witnesses, theirs, strict=True) if reached is False)
-        return self._bury(probe.host, (self._me, *agree))
+        return self._declare_dead(probe.host, (self._me, *agree))
 
     def record_reached(self, host: str, now: float) -> list[Effect]:
         """Record that a host that counts as dead could be reached."""
@@ -198,7 +200,7 @@ class FailureDetector:
         fresh = heard is not None and now - heard <= self._silence_s / 2
         if fresh or host in self.dead | self.left or self._was_cut_off(sender, now):
             return []
-        return self._bury(host, (sender,))
+        return self._declare_dead(host, (sender,))
 
     def _was_cut_off(self, host: str, now: float) -> bool:
         """Return whether this host counts as dead, or did recently.
@@ -209,7 +211,7 @@ class FailureDetector:
         back = self._back.get(host)
         return host in self.dead or (back is not None and now - back < BACK * self._silence_s)
 
-    def _bury(self, host: str, witnesses: tuple[str, ...]) -> list[Effect]:
+    def _declare_dead(self, host: str, witnesses: tuple[str, ...]) -> list[Effect]:
         known = host in self.dead
         self.dead.add(host)
         news: list[Effect] = [] if known else [Liveness(host, False)]

@@ -258,7 +258,7 @@ class Mesh:
             for link in list(self.links.values()):
                 link.send(peer.Ping())
             now = clock.monotonic()
-            self._carry_out(self.detector.tick(now, self.links, late_s=now - due))
+            self._carry_out(self.detector.suspect_silent(now, self.links, late_s=now - due))
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
@@ -278,7 +278,7 @@ class Mesh:
                 self._can_reach(probe.host, probe.direct_s),
                 *(self._ask_witness(other, probe.host, probe.indirect_s) for other in probe.witnesses),
             )
-            self._carry_out(self.detector.judge(probe, own_result is True, theirs, clock.monotonic()))
+            self._carry_out(self.detector.declare_by_probe(probe, own_result is True, theirs, clock.monotonic()))
         finally:
             self.detector.give_up(probe)
 

@@ -230,7 +230,7 @@ class Outlines:
             and gone.issuperset(self._list_holders(versions[-1]))
         ]
 
-    def list_lacking(self, dead: set[str], stamp: Stamp) -> list[tuple[str, int]]:
+    def list_shards_to_rebuild(self, dead: set[str], stamp: Stamp) -> list[tuple[str, int]]:
         """Return the shards with an outline of this version here whose first living holder is this node."""
         membership, found = self._membership, list[tuple[str, int]]()
         hosts = {rank: host for host, rank in membership.noderanks.items()}
@@ -248,7 +248,7 @@ class Outlines:
             kept.outline.home % membership.nodes, membership.nodes, membership.replicas, membership.order
         )
 
-    def list_ranks(self, name: str) -> tuple[int, ...]:
+    def list_ranks_without_copy(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose shards have an outline of this epoch here and are to have no copy here."""
         epoch, own_noderank = self._membership.epoch, self._membership.noderanks.get(self._node)
         return tuple(

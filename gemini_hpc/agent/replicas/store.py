@@ -52,8 +52,8 @@ class Shard:
         pushed: The home's agent fills the shard. A training rank here fills at most the parts that it has as
             well.
         fill: Newest version that a training rank here fills in part.
-        unfilled: Newest version that it has left out.
-        unlike: Reason why a training rank here must not fill it.
+        unfilled: Newest version that the training rank here has not filled.
+        unlike: Reason why the training rank here must not fill the shard; empty: it may.
         handed_back: Slots that a process has given to this agent after its predecessor's death.
         half_back: One slot is still to be handed back. The pair has no vote, and no other process writes to it.
         unproven: Stamp of a copy that is not proven, see `Copy`.
@@ -154,7 +154,7 @@ class Store:
         """Return all current parity of a training."""
         return [s for s in self.parities.values() if s.training == training_name]
 
-    def find(self, training_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
+    def find_version(self, training_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
         """Return the shard and slot index of exactly this version, complete or in progress."""
         for shard in self:
             if shard.training == training_name and shard.rank == rank:
@@ -172,7 +172,7 @@ class Store:
                     return shard, index
         return None
 
-    async def make(
+    async def make_shard(
         self, training_name: str, rank: int, world: int, home: int, size_bytes: int, *, reserve: bool = True
     ) -> Shard:
         """Create the two slots of a shard, and take their pages unless they are handed back.
@@ -192,7 +192,7 @@ class Store:
                 return old
             memory = await self._make_slots(name, what, size_bytes, reserve=reserve)
             shard = Shard(training_name, rank, world, home, size_bytes, memory)
-            self.put(shard)
+            self.add_shard(shard)
             return shard
 
     async def make_parity(
@@ -229,7 +229,7 @@ class Store:
                 old.home = home
                 return old
             memory = await self._make_slots(name, what, size_bytes)
-            self.put(Shard(training_name, rank, world, home, size_bytes, memory, parity=wanted))
+            self.add_shard(Shard(training_name, rank, world, home, size_bytes, memory, parity=wanted))
             return self.parities[training_name, rank]
 
     def trim(self, shard: Shard, sealed: Stamp, abandoned: frozenset[Stamp]) -> None:
@@ -261,7 +261,7 @@ class Store:
                 finally:
                     slot.busy = False
 
-    async def _take_pages(self, memory: Memfd) -> None:
+    async def _reserve_pages(self, memory: Memfd) -> None:
         """Take all pages, beside those of other shards: a node has many, and one processor takes 2 to 3 GB a second.
 
         Raises:
@@ -274,7 +274,7 @@ class Store:
         self.budget.reserve(size_bytes, what)
         memory = Memfd(name, size_bytes, slot=True)
         try:
-            await self._take_pages(memory)
+            await self._reserve_pages(memory)
         except BaseException:
             memory.close()
             self.budget.release(size_bytes)
@@ -287,7 +287,7 @@ class Store:
         try:
             memory += (Memfd(f"{name}:{index}", size_bytes, slot=True) for index in range(2))
             if reserve:
-                await asyncio.gather(*(self._take_pages(m) for m in memory))
+                await asyncio.gather(*(self._reserve_pages(m) for m in memory))
         except BaseException as exc:
             for m in memory:
                 m.close()
@@ -314,7 +314,7 @@ class Store:
                 raise
             try:
                 second = Memfd(f"gemini:{training_name}:{rank}:1", size_bytes, slot=True)
-                await self._take_pages(second)
+                await self._reserve_pages(second)
             except BaseException as exc:
                 for memory in (first, second):
                     if memory is not None:
@@ -324,10 +324,10 @@ class Store:
                     raise NoMemory(f"shard of rank {rank}: {exc}") from None
                 raise
             shard = Shard(training_name, rank, world, home, size_bytes, [first, second])
-            self.put(shard)
+            self.add_shard(shard)
             return shard
 
-    def give_away(self, shard: Shard, index: int) -> int:
+    def release_memory(self, shard: Shard, index: int) -> int:
         """Release a shard. Return a descriptor of one slot's memory for its new owner."""
         fd = os.dup(shard.memory[index].fd)
         if self.shards.get((shard.training, shard.rank)) is shard:
@@ -337,7 +337,7 @@ class Store:
         self._close(shard)
         return fd
 
-    def put(self, shard: Shard) -> None:
+    def add_shard(self, shard: Shard) -> None:
         """Add a shard. A shard of the same name becomes an ancestor."""
         key, held = (shard.training, shard.rank), self._find_table(shard)
         old = held.get(key)

@@ -57,6 +57,6 @@ class SaveFailures:
         if trouble is not None and trouble.told:
             self._notes[name] = "versions are saved to the tier again"
 
-    def note(self, name: str) -> str:
+    def pop_note(self, name: str) -> str:
         """Return a note on a training for the program, once, or ""."""
         return self._notes.pop(name, "")

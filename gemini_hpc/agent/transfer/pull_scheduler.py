@@ -120,7 +120,7 @@ class PullScheduler:
         key = (copy.training, copy.rank)
         if key in self._running:
             return await asyncio.shield(self._running[key])
-        found = self._store.find(copy.training, copy.rank, copy.stamp)
+        found = self._store.find_version(copy.training, copy.rank, copy.stamp)
         if found is not None and found[0].pair.slots[found[1]].state == "complete":
             return found[0].memory[found[1]]
         if copy.rank in training.load_copies:
@@ -158,7 +158,7 @@ class PullScheduler:
                     copy.training, copy.rank, copy.world, copy.home, copy.bytes, of, copy.blocks
                 )
             else:
-                shard = await self._store.make(copy.training, copy.rank, copy.world, copy.home, copy.bytes)
+                shard = await self._store.make_shard(copy.training, copy.rank, copy.world, copy.home, copy.bytes)
             if stop.is_set():
                 raise pull.PullFailed("cancelled by a new recovery round")
             shard.resumed_round = number
@@ -196,7 +196,7 @@ class PullScheduler:
                         raise pull.PullFailed(f"{host} is dead")
                     found.append((source, part))
                     continue
-                find = self._store.find_parity if part.of else self._store.find
+                find = self._store.find_parity if part.of else self._store.find_version
                 held = find(part.training, part.rank, part.stamp)
                 if held is None or held[0].pair.slots[held[1]].digest != part.digest:
                     raise pull.PullFailed(f"shard {part.rank} is not held here")

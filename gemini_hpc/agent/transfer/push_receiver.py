@@ -480,7 +480,7 @@ class PushReceiver:
         """
         number = self._membership.round
         try:
-            larger = await self._store.make(shard.training, shard.rank, shard.world, shard.home, size_bytes)
+            larger = await self._store.make_shard(shard.training, shard.rank, shard.world, shard.home, size_bytes)
         except NoMemory as exc:
             training.note = str(exc)
             return str(exc)

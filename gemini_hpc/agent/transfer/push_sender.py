@@ -348,11 +348,11 @@ class Channel:
         self._forget_writer()
         link = self._expect((peer.PushVerified, peer.PushAgain))
         link.lead.send(done)
-        answer = link.answer()
+        answer = link.wait_for_answer()
         if isinstance(answer, peer.PushAgain):
             self._send_again(answer.pieces, pieces)
             link.lead.send(done)
-            link.answer()
+            link.wait_for_answer()
         with self._lock:
             self._taken = False
         self._reply(local.Ok())
@@ -569,7 +569,7 @@ class Channel:
         if wanted is None or not isinstance(message, wanted):
             raise PushLost(f"unexpected message {type(message).__name__}")
         if isinstance(message, (peer.PushVerified, peer.PushAgain)):
-            link.say(message)
+            link.deliver_answer(message)
         elif isinstance(message, peer.PushAnswer) and message.reason:
             self._reply(local.Refused(f"{self.host}: {message.reason}"))
         elif isinstance(message, peer.PushAnswer):

@@ -31,7 +31,7 @@ def compute_share(ranks: int) -> int:
     return max(1, count_connections() // max(1, ranks))
 
 
-def cut(offset: int, length: int, count: int) -> list[tuple[int, int]]:
+def cut_chunks(offset: int, length: int, count: int) -> list[tuple[int, int]]:
     """Return the (offset, length) of chunks for `count` connections. Only the ends lie within a piece."""
     if count == 1:
         return [(offset, length)]
@@ -94,7 +94,7 @@ class Stripes:
         Raises:
             OSError: The lead has failed, or ends.
         """
-        chunks = [_Chunk(file, *chunk) for chunk in cut(offset, length, len(self.links))]
+        chunks = [_Chunk(file, *chunk) for chunk in cut_chunks(offset, length, len(self.links))]
         with self._changed:
             self._chunks.extend(chunks)
             self._changed.notify_all()
@@ -109,13 +109,13 @@ class Stripes:
         """
         self._wait_for(lambda: sum(self._sent) == sum(self._arrived))
 
-    def say(self, message: peer.PushVerified | peer.PushAgain) -> None:
+    def deliver_answer(self, message: peer.PushVerified | peer.PushAgain) -> None:
         """Pass the holder's answer to the thread that sends."""
         with self._changed:
             self._said.append(message)
             self._changed.notify_all()
 
-    def answer(self) -> peer.PushVerified | peer.PushAgain:
+    def wait_for_answer(self) -> peer.PushVerified | peer.PushAgain:
         """Wait for the holder's answer.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Pinning of replica memory to which a device copies directly, for as long as the memory is in use."""
+"""Pinned replica memory: a device copies directly into it while it is in use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pins:
         return True
 
     def release_others(self, slots: Iterable[TensorSlot]) -> None:
-        """Release all other slots. The device must have finished its copies to those."""
+        """Release all slots but these. The device must have finished its copies to the released slots."""
         kept = {slot.bytes.data_ptr() for slot in slots}
         for at in [at for at in self._pinned if at not in kept]:
             _, pin = self._pinned.pop(at)
