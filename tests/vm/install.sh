@@ -1,12 +1,12 @@
 # What an administrator types by docs/install.md, in a virtual machine.
 cd /srv/packages
 dpkg -i gemini-hpc_*.deb gemini-hpc-node_*.deb gemini-hpc-controller_*.deb gemini-hpc-spank-*.deb
-gemini-hpc install --dry-run --json >/tmp/lines.json || [ $? = 1 ]
+gemini-hpc install --dry-run --json >/root/lines.json || [ $? = 1 ]
 python3 - <<'P'
 import json
 import subprocess
 
-for need in json.load(open("/tmp/lines.json"))["lines"]:
+for need in json.load(open("/root/lines.json"))["lines"]:
     if need["met"]:
         continue
     if need["line"].startswith("cp "):

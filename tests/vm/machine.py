@@ -46,12 +46,23 @@ class Machine:
         self._asked = 0
         self._pending = b""
         number = int(name[1:])
+        # with la57 Linux 6.12.117 shows the mount points of /proc/mounts as "xxxx", and slurmd finds no cgroups
         words = f"console=ttyS0 root=/dev/nvme0n1 rw systemd.hostname={name} "
         words += "net.ifnames=0 systemd.show_status=1 audit=0 mitigations=off"
         self.process = subprocess.Popen(
             [
                 *("setpriv", "--pdeathsig", "KILL", "--"),
-                *("qemu-system-x86_64", "-accel", "tcg", "-cpu", "max,-svm", "-smp", "1", "-m", str(MEMORY_MIB)),
+                *(
+                    "qemu-system-x86_64",
+                    "-accel",
+                    "tcg",
+                    "-cpu",
+                    "max,-svm,-la57",
+                    "-smp",
+                    "1",
+                    "-m",
+                    str(MEMORY_MIB),
+                ),
                 *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
                 *("-kernel", str(kernel.image), "-append", words),
                 *("-drive", f"if=none,id=disk,file={disk},format=qcow2,cache=unsafe"),

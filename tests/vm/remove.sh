@@ -4,6 +4,7 @@ sed -i '/gemini-hpc/d; /^PrologFlags=Alloc/d' /etc/slurm/slurm.conf
 rm /etc/slurm/plugstack.conf.d/gemini-hpc.conf
 systemctl restart slurmctld slurmd
 dpkg --purge gemini-hpc-node gemini-hpc-controller gemini-hpc-spank-24.11 gemini-hpc
+umount -lR /run/gemini-hpc
 rm -rf /etc/gemini-hpc /var/lib/gemini-hpc /run/gemini-hpc*
 [ -z "$(systemctl list-units 'geminihpc*.scope' --no-legend)" ]
 left=$(find / -xdev \( -path /srv -o -path /proc -o -path /sys \) -prune -o -name '*gemini*' -not -name gemini-hpc-root.json -print)
