@@ -16,9 +16,11 @@ for need in json.load(open("/root/lines.json"))["lines"]:
 P
 mkdir /etc/gemini-hpc
 # An emulated processor starts an agent in 10 to 60 s, not in one.
-printf 'cluster_name = "mycluster"\ncontroller_host = "n1"\nslurm_user = "slurm"\nattach_timeout_s = 50\n' \
+printf 'cluster_name = "mycluster"\ncontroller_host = "n1"\nslurm_user = "slurm"\nattach_timeout_s = 50\n'\
+'heartbeat_s = 2\nfence_confirm_s = 10\n' \
   >/etc/gemini-hpc/gemini.toml
-systemctl restart slurmctld slurmd
-systemctl enable --now gemini-hpc-controller
-for _ in $(seq 60); do [ "$(sinfo -h -n n1 -o %T)" = idle ] && exit 0; sleep 1; done
+[ "$(hostname)" != n1 ] || systemctl restart slurmctld
+systemctl restart slurmd
+[ "$(hostname)" != n1 ] || systemctl enable --now gemini-hpc-controller
+for _ in $(seq 60); do [ "$(sinfo -h -n "$(hostname)" -o %T)" = idle ] && exit 0; sleep 1; done
 exit 1

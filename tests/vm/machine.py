@@ -52,17 +52,8 @@ class Machine:
         self.process = subprocess.Popen(
             [
                 *("setpriv", "--pdeathsig", "KILL", "--"),
-                *(
-                    "qemu-system-x86_64",
-                    "-accel",
-                    "tcg",
-                    "-cpu",
-                    "max,-svm,-la57",
-                    "-smp",
-                    "1",
-                    "-m",
-                    str(MEMORY_MIB),
-                ),
+                *("qemu-system-x86_64", "-accel", "tcg", "-cpu", "max,-svm,-la57"),
+                *("-smp", "1", "-m", str(MEMORY_MIB)),
                 *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
                 *("-kernel", str(kernel.image), "-append", words),
                 *("-drive", f"if=none,id=disk,file={disk},format=qcow2,cache=unsafe"),

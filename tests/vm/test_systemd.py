@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ _TRAINS = "pgrep -f '[p]ython3 .*heat_mpi.py --log'"  # the brackets: the shell 
 _JOB = """
 cd /home/alice
 runuser -u alice -- env PYTHONPATH=/opt/gemini-hpc/venv/lib/python3.13/site-packages \
-  LAUNCH='srun --kill-on-bad-exit --mpi=pmix' sbatch --parsable -N1 --gemini-replicas=1 -o out.txt \
+  LAUNCH='srun --kill-on-bad-exit --mpi=pmix' sbatch --parsable -N{nodes} --gemini-replicas={nodes} -o {output} \
   heat_mpi.sh --n 64 --steps 100000 --step-s 1 --every 1
 """
 
@@ -40,8 +41,8 @@ def made(script: str, *arguments: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """One machine that is a whole site, with gemini-hpc installed by its packages."""
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Machine]]:
+    """Start a machine by its name; the next start of the same name finds its disk as it was."""
     at = tmp_path_factory.mktemp("vm")
     for name in ("stage", "packages", "programs"):
         (at / name).mkdir()
@@ -49,23 +50,38 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         (at / "programs" / name).write_bytes((TOP / "examples" / name).read_bytes())
     with root.held(root.CACHE, root.recipe(RELEASE, TOP, None)) as builder:
         made("build.sh", builder, at / "stage", TOP, at / "packages")
+    started: list[Machine] = []
     with root.held(root.CACHE, root.Recipe(RELEASE, host.mirror(), PACKAGES)) as guest:
         made("image.sh", guest, at / "stage", at / "packages", at / "programs", at / "base.raw")
-        argv = ["qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", at / "base.raw", at / "n1.qcow2"]
-        subprocess.run(argv, check=True, timeout=60.0)
         kernel = Kernel(next(guest.glob("boot/vmlinuz-*")))
-        machine = Machine("n1", at, kernel, at / "n1.qcow2", WIRE)
+
+        def run(name: str) -> Machine:
+            disk = at / f"{name}.qcow2"
+            if not disk.exists():
+                argv = ["qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", at / "base.raw", disk]
+                subprocess.run(argv, check=True, timeout=60.0)
+            started.append(Machine(name, at, kernel, disk, WIRE))
+            started[-1].booted()
+            return started[-1]
+
         try:
-            machine.booted()
-            machine.sh((HERE / "install.sh").read_text(), _INSTALL_S)
-            yield machine
+            yield run
         finally:
-            machine.cut()
+            for machine in started:
+                machine.cut()
+
+
+@pytest.fixture(scope="module")
+def site(start: Callable[[str], Machine]) -> Machine:
+    """A machine that is a whole site, with gemini-hpc installed by its packages."""
+    machine = start("n1")
+    machine.sh((HERE / "install.sh").read_text(), _INSTALL_S)
+    return machine
 
 
 def test_an_agent_lives_in_a_scope_outside_of_its_job(site: Machine) -> None:
-    job = site.sh(_JOB).splitlines()[-1]
-    site.sh(f"for _ in $(seq 120); do {_TRAINS} && exit 0; sleep 1; done; cat /home/alice/out.txt; exit 1")
+    job = site.sh(_JOB.format(nodes=1, output="one.txt")).splitlines()[-1]
+    site.sh(f"for _ in $(seq 120); do {_TRAINS} && exit 0; sleep 1; done; cat /home/alice/one.txt; exit 1")
     agent = site.sh(f"pgrep -o -f '^/opt/gemini-hpc/.*gemini_hpc.agent --job {job} '")
     assert site.sh(f"cat /proc/{agent}/cgroup") == f"0::/geminihpc.slice/geminihpc-{job}-{agent}.scope"
     scope = f"/sys/fs/cgroup/geminihpc.slice/geminihpc-{job}-{agent}.scope"
@@ -75,6 +91,27 @@ def test_an_agent_lives_in_a_scope_outside_of_its_job(site: Machine) -> None:
     site.sh(f"systemctl restart slurmd; kill -0 {agent}")
     site.sh(f"scancel {job}; while pgrep -f '^/opt/gemini-hpc/.*gemini_hpc.agent --job {job} '; do sleep 1; done")
     site.sh(f"for n in $(seq 30); do [ -e {scope} ] || exit 0; sleep 1; done; exit 1")
+
+
+def test_a_lost_machine_costs_no_more_than_its_last_step(site: Machine, start: Callable[[str], Machine]) -> None:
+    """The power of n2 is cut. Its job waits for it, and resumes from the memory of n1 once it is back."""
+    other = start("n2")
+    other.sh((HERE / "install.sh").read_text(), _INSTALL_S)
+    job = site.sh(_JOB.format(nodes=2, output="two.txt")).splitlines()[-1]
+    saved = 'python3 -c \'import json, sys; d = json.load(sys.stdin); print(d["trainings"][0]["sealed"][1])\''
+    ask = f"v=$({{ gemini-hpc inspect {job} --json | {saved}; }} 2>/dev/null) && [ $v -gt 5 ] && echo $v && exit 0"
+    wait = f"for _ in $(seq 150); do {ask}; sleep 2; done"
+    before = int(site.sh(f"{wait}; gemini-hpc inspect {job}; cat /home/alice/two.txt; exit 1", 600.0))
+    other.cut()
+    site.sh(f"for _ in $(seq 90); do [ $(squeue -h -j {job} -o %T) = PENDING ] && exit 0; sleep 2; done; exit 1")
+    assert "gemini-hpc: job" in site.sh("sinfo -h -R -n n2 -o %E")
+    start("n2").sh("scontrol update NodeName=n2 State=RESUME")
+    site.sh("for _ in $(seq 150); do grep 'resumed at' /home/alice/two.txt && exit 0; sleep 2; done; exit 1", 600.0)
+    line = re.search(
+        r"resumed at version (\d+) from memory .*, (\d) steps? repeated", site.sh("cat /home/alice/two.txt")
+    )
+    assert line and int(line[1]) >= before and int(line[2]) <= 1
+    site.sh(f'scancel {job}; while [ -n "$(squeue -h)" ]; do sleep 1; done')
 
 
 def test_removal_leaves_nothing(site: Machine) -> None:
