@@ -129,7 +129,7 @@ def test_a_fenced_node(patient: Patient) -> None:
             patient.cluster.run(["scontrol", "update", "nodename=n3", f"state={state}", f"reason={reason}"])
             report = patient.doctor()
             assert report.news == {"leftovers.nodes": "warning"} and report.code == 0
-            assert re.search(rf"{words} for \d+ s", report["leftovers.nodes"]["found"])
+            assert re.search(rf"{words} for [\d.]+ s", report["leftovers.nodes"]["found"])
     finally:
         patient.cluster.resume("n3")
     patient.cluster.run(["scontrol", "update", "nodename=n3", "state=drain", "reason=a fan"])

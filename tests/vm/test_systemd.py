@@ -104,7 +104,7 @@ def test_a_lost_machine_costs_no_more_than_its_last_step(site: Machine, start: C
     before = int(site.sh(f"{wait}; gemini-hpc inspect {job}; cat /home/alice/two.txt; exit 1", 600.0))
     other.cut()
     site.sh(f"for _ in $(seq 90); do [ $(squeue -h -j {job} -o %T) = PENDING ] && exit 0; sleep 2; done; exit 1")
-    assert "gemini-hpc: job" in site.sh("sinfo -h -R -n n2 -o %E")
+    assert site.sh("sinfo -h -R -n n2 -o %E") == f"gemini-hpc: no answer from slurmd and agent, job {job} restart 0"
     start("n2").sh("scontrol update NodeName=n2 State=RESUME")
     site.sh("for _ in $(seq 150); do grep 'resumed at' /home/alice/two.txt && exit 0; sleep 2; done; exit 1", 600.0)
     line = re.search(
