@@ -102,10 +102,15 @@ def test_a_lost_machine_costs_no_more_than_its_last_step(site: Machine, start: C
     ask = f"v=$({{ gemini-hpc inspect {job} --json | {saved}; }} 2>/dev/null) && [ $v -gt 5 ] && echo $v && exit 0"
     wait = f"for _ in $(seq 150); do {ask}; sleep 2; done"
     before = int(site.sh(f"{wait}; gemini-hpc inspect {job}; cat /home/alice/two.txt; exit 1", 600.0))
+    other.sh("sync")  # its system was not installed a minute ago, as here
     other.cut()
     site.sh(f"for _ in $(seq 90); do [ $(squeue -h -j {job} -o %T) = PENDING ] && exit 0; sleep 2; done; exit 1")
     assert site.sh("sinfo -h -R -n n2 -o %E") == f"gemini-hpc: no answer from slurmd and agent, job {job} restart 0"
-    start("n2").sh("scontrol update NodeName=n2 State=RESUME")
+    back = start("n2")
+    back.sh(
+        "for _ in $(seq 90); do systemctl is-active slurmd && exit 0; sleep 1; done; journalctl -u slurmd; exit 1"
+    )
+    back.sh("scontrol update NodeName=n2 State=RESUME")
     site.sh("for _ in $(seq 150); do grep 'resumed at' /home/alice/two.txt && exit 0; sleep 2; done; exit 1", 600.0)
     line = re.search(
         r"resumed at version (\d+) from memory .*, (\d) steps? repeated", site.sh("cat /home/alice/two.txt")
