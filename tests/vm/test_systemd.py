@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,32 +90,6 @@ def test_an_agent_lives_in_a_scope_outside_of_its_job(site: Machine) -> None:
     site.sh(f"systemctl restart slurmd; kill -0 {agent}")
     site.sh(f"scancel {job}; while pgrep -f '^/opt/gemini-hpc/.*gemini_hpc.agent --job {job} '; do sleep 1; done")
     site.sh(f"for n in $(seq 30); do [ -e {scope} ] || exit 0; sleep 1; done; exit 1")
-
-
-def test_a_lost_machine_costs_no_more_than_its_last_step(site: Machine, start: Callable[[str], Machine]) -> None:
-    """The power of n2 is cut. Its job waits for it, and resumes from the memory of n1 once it is back."""
-    other = start("n2")
-    other.sh((HERE / "install.sh").read_text(), _INSTALL_S)
-    job = site.sh(_JOB.format(nodes=2, output="two.txt")).splitlines()[-1]
-    saved = 'python3 -c \'import json, sys; d = json.load(sys.stdin); print(d["trainings"][0]["sealed"][1])\''
-    ask = f"v=$({{ gemini-hpc inspect {job} --json | {saved}; }} 2>/dev/null) && [ $v -gt 5 ] && echo $v && exit 0"
-    wait = f"for _ in $(seq 150); do {ask}; sleep 2; done"
-    before = int(site.sh(f"{wait}; gemini-hpc inspect {job}; cat /home/alice/two.txt; exit 1", 600.0))
-    other.sh("sync")  # its system was not installed a minute ago, as here
-    other.cut()
-    site.sh(f"for _ in $(seq 90); do [ $(squeue -h -j {job} -o %T) = PENDING ] && exit 0; sleep 2; done; exit 1")
-    assert site.sh("sinfo -h -R -n n2 -o %E") == f"gemini-hpc: no answer from slurmd and agent, job {job} restart 0"
-    back = start("n2")
-    back.sh(
-        "for _ in $(seq 90); do systemctl is-active slurmd && exit 0; sleep 1; done; journalctl -u slurmd; exit 1"
-    )
-    back.sh("scontrol update NodeName=n2 State=RESUME")
-    site.sh("for _ in $(seq 150); do grep 'resumed at' /home/alice/two.txt && exit 0; sleep 2; done; exit 1", 600.0)
-    line = re.search(
-        r"resumed at version (\d+) from memory .*, (\d) steps? repeated", site.sh("cat /home/alice/two.txt")
-    )
-    assert line and int(line[1]) >= before and int(line[2]) <= 1
-    site.sh(f'scancel {job}; while [ -n "$(squeue -h)" ]; do sleep 1; done')
 
 
 def test_removal_leaves_nothing(site: Machine) -> None:
