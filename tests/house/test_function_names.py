@@ -43,7 +43,7 @@ def _functions() -> Iterator[tuple[str, str, bool]]:
 
 
 def _is_statement(word: str) -> bool:
-    """Whether a first word begins a statement: an auxiliary, or a verb in the third person."""
+    """Return whether a first word begins a statement: an auxiliary, or a verb in the third person."""
     stems = {word[:-1], word[:-2], word[:-3] + "y"}
     return word in _AUXILIARIES or (word.endswith("s") and bool(stems & _VERBS))
 

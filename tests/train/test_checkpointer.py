@@ -21,7 +21,7 @@ from gemini_hpc.core import wait_budget
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.shard_manifest import ShardManifest, place_boxes
 from gemini_hpc.train.state import ownership
-from gemini_hpc.train.state.capture import Capture
+from gemini_hpc.train.state.capture import Capture, CaptureJob
 from gemini_hpc.train.state.tree import StateTree
 
 from .fake_agent import PROTECTED, FakeJob
@@ -270,17 +270,22 @@ def test_a_refusal_whose_telling_fails_ends_protection_all_the_same(
         assert not ckpt._session.protected and ckpt.report()["state"] == "unprotected"
 
 
+def train_until_captured(ckpt: gemini.Checkpointer, model: nn.Module, optimizer: torch.optim.Optimizer) -> CaptureJob:
+    """Train until a version was captured and its copy has ended; return that version."""
+    while ckpt._gate.job is None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+        wait_a_little()
+    assert ckpt._gate.job.left.wait(10)
+    return ckpt._gate.job
+
+
 def test_the_end_of_protection_lets_a_training_go_that_waits_for_a_copy(job: FakeJob) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gemini.Checkpointer(model, optimizer) as ckpt:
-        while ckpt._gate.job is None:
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            ckpt.step()
-            wait_a_little()
-        held = ckpt._gate.job
-        assert held.left.wait(10)
+        held = train_until_captured(ckpt, model, optimizer)
         held.left.clear()  # as if the copy had not begun
         ckpt._session.end_protection("the agent answers nonsense")
         assert held.left.is_set() and not ckpt._session.protected
@@ -291,13 +296,8 @@ def test_the_wait_for_a_copy_is_part_of_the_wait_for_its_seal(job: FakeJob, monk
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bounds_s: list[float] = []
     with gemini.Checkpointer(model, optimizer) as ckpt:
-        while ckpt._gate.job is None:
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            ckpt.step()
-            wait_a_little()
-        held, controller = ckpt._gate.job, ckpt._engine.controller
-        assert held.left.wait(10) and controller is not None
+        held, controller = train_until_captured(ckpt, model, optimizer), ckpt._engine.controller
+        assert controller is not None
         held.left.clear()  # as if the copy took 0.3 s longer
         monkeypatch.setattr(controller, "is_due", lambda version: True)
         monkeypatch.setattr(type(controller), "patience_s", 5.0)
