@@ -8,32 +8,38 @@ from __future__ import annotations
 from gemini_hpc.node import cgroup
 
 _EVENTS = {1: "memory.oom_control", 2: "memory.events"}
+_MACHINE = "/proc/vmstat"
 
 
 class OutOfMemory:
-    """The kernel's count of OOM kills in a process's cgroup, by default this process's.
+    """The kernel's counts of OOM kills around a process, by default this process.
 
-    Without a cgroup, the count of the whole node is used.
+    Slurm removes a step's cgroup as soon as its last process is gone, often before a reader comes. The next count that
+    is left decides then: that of the nearest cgroup above (v2 counts kills below a cgroup, v1 does not), and in the end
+    that of the whole node, which may belong to another job.
     """
 
     def __init__(self, pid: int | str = "self") -> None:
         self._place = cgroup.find_place(pid)
         place = self._place
-        self._path = f"{place.locate_directory()}/{_EVENTS[place.version]}" if place is not None else ""
-        if _read_kills(self._path) is None:
-            self._path = "/proc/vmstat"
-        self._before = self._count_kills()
-
-    def _count_kills(self) -> int:
-        return _read_kills(self._path) or 0
+        directories = list(place.walk_up()) if place is not None else []
+        if place is not None and place.version == 1:
+            directories = directories[:1]
+        self._paths = [f"{each}/{_EVENTS[place.version]}" for each in directories if place is not None]
+        self._paths.append(_MACHINE)
+        self.begin_attempt()
 
     def begin_attempt(self) -> None:
         """Begin an attempt: earlier kills do not count."""
-        self._before = self._count_kills()
+        counts = ((path, _read_kills(path)) for path in self._paths)
+        self._before = {path: count for path, count in counts if count is not None}
 
     def has_happened(self) -> bool:
-        """Return whether a process was killed since `begin_attempt`. A cgroup that is gone reports no kills."""
-        return self._count_kills() > self._before
+        """Return whether a process was killed since `begin_attempt`."""
+        for path, before in self._before.items():
+            if (count := _read_kills(path)) is not None:
+                return count > before
+        return False
 
     def describe_kill(self) -> str:
         """Return the sentence for the user, with the lowest limit on the way up."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import stat
 import sys
 from contextlib import suppress
 
@@ -53,13 +52,14 @@ class TicketService:
 
 async def serve(key: SiteKey, path: str) -> None:
     """Issue tickets at a socket that every local user may connect to, until cancelled."""
+    new = f"{path}.new"  # the name that users know must always lead to a socket that accepts them
     with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.lstat(path).st_mode):  # of a service that has ended
-            os.unlink(path)
+        os.unlink(new)  # of a service that ended while it began
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(path)
-    os.chmod(path, 0o666)
+    sock.bind(new)
+    os.chmod(new, 0o666)
     server = await asyncio.start_unix_server(TicketService(key).answer, sock=sock, backlog=_MOST)
+    os.rename(new, path)
     async with server:
         await server.serve_forever()
 

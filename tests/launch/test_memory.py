@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 from waiting import until
 
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
-from gemini_hpc.node import cgroup, memory_cgroup
+from gemini_hpc.node import cgroup, memory_cgroup, out_of_memory
 from gemini_hpc.node.memory_cgroup import Place
 from gemini_hpc.node.out_of_memory import OutOfMemory
 
@@ -113,6 +114,41 @@ def test_the_kernels_count(version: int, tmp_path: Path, monkeypatch: pytest.Mon
     (here / name).write_text(text.format(3))
     assert memory.has_happened()
     memory.begin_attempt()
+    assert not memory.has_happened()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_cgroup_that_slurm_has_removed(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On v2 the job's cgroup counts the kill; on v1 only the machine does."""
+    job, machine = tmp_path / "job_5", tmp_path / "vmstat"
+    (job / "step_0" / "task_1").mkdir(parents=True)
+    name, text = EVENTS[version]
+    for directory in (job, job / "step_0", job / "step_0" / "task_1"):
+        (directory / name).write_text(text.format(2))
+    machine.write_text("nr_free_pages 7\noom_kill 5\n")
+    monkeypatch.setattr(out_of_memory, "_MACHINE", str(machine))
+    monkeypatch.setattr(cgroup, "find_place", lambda pid: Place(version, str(tmp_path), "/job_5/step_0/task_1", False))
+    memory = OutOfMemory(77)
+    shutil.rmtree(job / "step_0")
+    assert not memory.has_happened()
+    if version == 2:
+        (job / name).write_text(text.format(3))
+    machine.write_text("nr_free_pages 7\noom_kill 6\n")
+    assert memory.has_happened()
+    memory.begin_attempt()
+    assert not memory.has_happened()
+
+
+def test_the_machines_count_is_another_jobs_while_the_cgroup_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, (name, text) = tmp_path / "vmstat", EVENTS[2]
+    (tmp_path / name).write_text(text.format(0))
+    machine.write_text("oom_kill 5\n")
+    monkeypatch.setattr(out_of_memory, "_MACHINE", str(machine))
+    monkeypatch.setattr(cgroup, "find_place", lambda pid: Place(2, str(tmp_path), "/", False))
+    memory = OutOfMemory(77)
+    machine.write_text("oom_kill 6\n")
     assert not memory.has_happened()
 
 

@@ -104,6 +104,36 @@ def test_another_user_gets_a_ticket_in_his_own_name(service: str) -> None:
 
 
 @needs_root
+def test_a_service_takes_the_place_of_another_without_a_refusal(tmp_path: Path) -> None:
+    """Connect all the time: the name always leads to a socket that accepts."""
+    path, started, left = str(tmp_path / "tickets.sock"), threading.Event(), threading.Event()
+
+    async def start_services() -> None:
+        tasks, inode = [], 0
+        for _ in range(50):
+            tasks.append(asyncio.create_task(tickets.serve(root(), path)))
+            while not os.path.exists(path) or os.stat(path).st_ino == inode:
+                await asyncio.sleep(0)
+            inode = os.stat(path).st_ino
+        started.set()
+        await asyncio.to_thread(left.wait)
+        for task in tasks:
+            task.cancel()
+
+    thread = threading.Thread(target=asyncio.run, args=[start_services()])
+    thread.start()
+    while not os.path.exists(path):
+        assert thread.is_alive()
+    try:
+        while not started.is_set():
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(path)
+    finally:
+        left.set()
+        thread.join()
+
+
+@needs_root
 def test_callers_who_say_nothing_or_nonsense(service: str) -> None:
     silent = [socket.socket(socket.AF_UNIX) for _ in range(300)]
     for sock in silent:
