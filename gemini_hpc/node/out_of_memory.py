@@ -14,9 +14,9 @@ _MACHINE = "/proc/vmstat"
 class OutOfMemory:
     """The kernel's counts of OOM kills around a process, by default this process.
 
-    Slurm removes a step's cgroup as soon as its last process is gone, often before a reader comes. The next count that
-    is left decides then: that of the nearest cgroup above (v2 counts kills below a cgroup, v1 does not), and in the end
-    that of the whole node, which may belong to another job.
+    Slurm removes a step's cgroup as soon as its last process is gone, often before a reader comes. The next
+    readable count decides then. On v2, the nearest cgroup above also counts kills below it. On v1, the next is the
+    count of the whole node, which may belong to another job.
     """
 
     def __init__(self, pid: int | str = "self") -> None:

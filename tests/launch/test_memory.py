@@ -127,7 +127,9 @@ def test_a_cgroup_that_slurm_has_removed(version: int, tmp_path: Path, monkeypat
         (directory / name).write_text(text.format(2))
     machine.write_text("nr_free_pages 7\noom_kill 5\n")
     monkeypatch.setattr(out_of_memory, "_MACHINE", str(machine))
-    monkeypatch.setattr(cgroup, "find_place", lambda pid: Place(version, str(tmp_path), "/job_5/step_0/task_1", False))
+    monkeypatch.setattr(
+        cgroup, "find_place", lambda pid: Place(version, str(tmp_path), "/job_5/step_0/task_1", False)
+    )
     memory = OutOfMemory(77)
     shutil.rmtree(job / "step_0")
     assert not memory.has_happened()

@@ -12,7 +12,7 @@ import msgspec
 
 from gemini_hpc.agent.tier.workers import NoWorker, SupervisorChannel
 from gemini_hpc.tier import orders
-from gemini_hpc.tier.errors import TierFailed
+from gemini_hpc.tier.errors import TierFailed, TierUnanswered
 
 _LINE_BYTES = 64 << 20
 STUCK_S = 120.0  # after this time without an answer the file system hangs
@@ -110,22 +110,23 @@ async def carry_out(
             is left to end when it can.
 
     Raises:
-        TierFailed: The order fails, or no answer arrives for `stuck_s` seconds.
+        TierFailed: The order fails.
+        TierUnanswered: No process can be started, or no answer arrives for `stuck_s` seconds.
     """
     if not _supervisor:
-        raise TierFailed("this agent has no supervisor to start a tier process")
+        raise TierUnanswered("this agent has no supervisor to start a tier process")
     try:
         process = await _Process.start(_supervisor[0], orders.encode(order) + b"\n", fds)
     except NoWorker as error:
-        raise TierFailed(str(error)) from None
+        raise TierUnanswered(str(error)) from None
     except OSError as error:
-        raise TierFailed(f"could not start a tier process: {error.strerror}") from None
+        raise TierUnanswered(f"could not start a tier process: {error.strerror}") from None
     try:
         while True:
             async with asyncio.timeout(stuck_s):
                 line = await process.answers.readline()
             if not line:
-                raise TierFailed("the tier process ended without an answer")
+                raise TierUnanswered("the tier process ended without an answer")
             answer = orders.answer_decoder.decode(line)
             if isinstance(answer, orders.Failed):
                 raise TierFailed(answer.reason)
@@ -133,8 +134,8 @@ async def carry_out(
                 return answer
             progress(answer.bytes)
     except TimeoutError:
-        raise TierFailed(f"{order.tier}: the file system has not answered for {stuck_s:.0f} s") from None
+        raise TierUnanswered(f"{order.tier}: the file system has not answered for {stuck_s:.0f} s") from None
     except (msgspec.MsgspecError, ValueError, OSError) as error:
-        raise TierFailed(f"cannot decode the tier process's answer: {str(error)[:100]}") from None
+        raise TierUnanswered(f"cannot decode the tier process's answer: {str(error)[:100]}") from None
     finally:
         await process.end()

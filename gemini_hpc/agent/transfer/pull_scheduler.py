@@ -24,7 +24,7 @@ from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.tier import orders
-from gemini_hpc.tier.errors import TierFailed
+from gemini_hpc.tier.errors import TierFailed, TierUnanswered
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import HandshakeClient
 
@@ -313,7 +313,8 @@ class PullScheduler:
         try:
             await worker_process.carry_out(order, [memory.fd])
         except TierFailed as error:
-            self.unreadable.add((copy.training, copy.stamp))
+            if not isinstance(error, TierUnanswered):
+                self.unreadable.add((copy.training, copy.stamp))
             raise pull.PullFailed(str(error)) from None
 
     async def _pull_guest(self, copy: Copy, sources: tuple[str, ...]) -> Memfd:
