@@ -21,7 +21,7 @@ static bool asks_for_too_few(const struct options *options, uint32_t most)
 	if (options->group) {
 		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=%s wants %" PRIu32 " nodes for a group, and --nodes asks "
 			    "for %" PRIu32 ": ask for more nodes or a smaller group",
-			    options->redundancy, replicas, most);
+			    options->text[OPTION_REDUNDANCY], replicas, most);
 		return true;
 	}
 	slurm_error(MESSAGE_PREFIX "--gemini-replicas=%" PRIu32 " wants %" PRIu32 " nodes, one per copy, and --nodes asks "
@@ -60,8 +60,9 @@ static bool no_kill_by_environment(void)
 /* Names what was accepted and will surprise: the job can lose more than its user may expect. */
 static void note_surprises(const struct options *options, bool no_requeue)
 {
+	const char *const tier = options->text[OPTION_TIER];
 	char shown[MESSAGE_SHOWN_SIZE];
-	struct stat tier;
+	struct stat found;
 	uint64_t hang_s;
 
 	if (!options->replicas)
@@ -69,15 +70,15 @@ static void note_surprises(const struct options *options, bool no_requeue)
 	if (no_requeue)
 		slurm_info(MESSAGE_PREFIX "note: --no-requeue: a job that loses a node is not started again, so its copies "
 			   "serve only a step that is started again: use --requeue");
-	if (options->replicas == 1 && !options->tier[0])
+	if (options->replicas == 1 && !tier[0])
 		slurm_info(MESSAGE_PREFIX "note: --gemini-replicas=1 keeps no copy on another node: a killed rank resumes, "
 			   "and a lost node takes its state with it: use 2, or add --gemini-tier=DIR");
-	if (number_parse_string(options->hang, 1, HANG_USUAL_S - 1, &hang_s))
+	if (number_parse_string(options->text[OPTION_HANG], 1, HANG_USUAL_S - 1, &hang_s))
 		slurm_info(MESSAGE_PREFIX "note: --gemini-hang=%" PRIu64 ": one rank that keeps the others waiting for so long, "
 			   "as a slow read of a file can, starts the step again", hang_s);
-	if (options->tier[0] && stat(options->tier, &tier) != 0 && (errno == ENOENT || errno == ENOTDIR))
+	if (tier[0] && stat(tier, &found) != 0 && (errno == ENOENT || errno == ENOTDIR))
 		slurm_info(MESSAGE_PREFIX "note: --gemini-tier=%s is not there on this host: if it is not there on the nodes "
-			   "either, nothing is saved to it", message_shown(options->tier, shown));
+			   "either, nothing is saved to it", message_shown(tier, shown));
 }
 
 int allocator_init_post_opt(spank_t sp)

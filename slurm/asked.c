@@ -206,6 +206,18 @@ static struct reading read_line(char *line)
 	return read_options(count, words, 0);
 }
 
+/* Adds options that count more than those before. */
+static void add(struct asked *asked, const struct reading *r)
+{
+	if (r->said || !r->sure)
+		asked->most_nodes = r->sure ? r->most : 0;
+	if (r->kill_said)
+		asked->no_kill = r->no_kill;
+	if (r->requeue_said)
+		asked->no_requeue = r->no_requeue;
+	asked->sure = asked->sure && r->sure;
+}
+
 /* Reads the script's #SBATCH lines, down to its first command; later lines win. */
 static struct asked script_asks(char *text)
 {
@@ -221,13 +233,7 @@ static struct asked script_asks(char *text)
 
 			if (strstr(line, "hetjob") || strstr(line, "packjob"))
 				return (struct asked){ 0 };
-			if (r.kill_said)
-				asked.no_kill = r.no_kill;
-			if (r.requeue_said)
-				asked.no_requeue = r.no_requeue;
-			if (r.said || !r.sure)
-				asked.most_nodes = r.sure ? r.most : 0;
-			asked.sure = asked.sure && r.sure;
+			add(&asked, &r);
 		} else if (*line != '#' && strspn(line, " \t\r") != strlen(line)) {
 			break;
 		}
@@ -256,13 +262,7 @@ struct asked asked_by(int argc, char *const argv[])
 	else if (batch && !r.wrapped)
 		asked.sure = false;
 	free(text);
-	if (r.said || !r.sure)
-		asked.most_nodes = r.sure ? r.most : 0;
-	if (r.kill_said)
-		asked.no_kill = r.no_kill;
-	if (r.requeue_said)
-		asked.no_requeue = r.no_requeue;
-	asked.sure = asked.sure && r.sure;
+	add(&asked, &r);
 	return asked;
 }
 

@@ -44,6 +44,9 @@
  */
 #define ENV_RANKS_OF "GEMINI_RANKS_OF"
 
+/* Names of each option, for the user's code and for the plugin. */
+extern const char *const job_env_options[OPTION_COUNT][2];
+
 /* Both end with NULL. */
 extern const char *const job_env_place[];	/* GEMINI_SOCKET ... GEMINI_RESTART */
 extern const char *const job_env_ranks[];	/* RANK, WORLD_SIZE ... MASTER_PORT */

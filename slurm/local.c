@@ -1,40 +1,32 @@
+#include <inttypes.h>
+#include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "contexts.h"
 #include "job_env.h"
 #include "message.h"
-#include "number.h"
 #include "options.h"
 
-/* A step inherits the job's options; other values cannot take effect without a prolog. */
-static void warn_if_different(const struct options *options)
+/* Returns a value of the allocation, which the step inherits. */
+static const char *value_of_job(enum option which)
 {
-	const char *replicas = getenv(SLURM_ENV(ENV_REPLICAS));
-	const char *redundancy = getenv(SLURM_ENV(ENV_REDUNDANCY));
-	const char *tier = getenv(SLURM_ENV(ENV_TIER));
-	const char *hang = getenv(SLURM_ENV(ENV_HANG));
-	const char *interval = getenv(SLURM_ENV(ENV_TIER_INTERVAL));
-	const char *spares = getenv(SLURM_ENV(ENV_SPARES));
-	const char *after = getenv(SLURM_ENV(ENV_AFTER));
-	uint32_t job_replicas = 0;
-	uint32_t job_spares = 0;
-	uint32_t job_after = 0;
+	const char *value = getenv(job_env_options[which][1]);
 
-	if (replicas)
-		(void)options_parse_replicas(replicas, &job_replicas);
-	if (spares)
-		(void)options_parse_spares(spares, &job_spares);
-	if (after)
-		(void)options_parse_after(after, &job_after);
-	if ((options->replicas && options->replicas != job_replicas) ||
-	    (options->group && (options->group != job_replicas || strcmp(options->redundancy, redundancy ? redundancy : "") != 0)) ||
-	    (options->tier[0] && strcmp(options->tier, tier ? tier : "") != 0) ||
-	    (options->hang[0] && strcmp(options->hang, hang ? hang : "") != 0) ||
-	    (options->tier_interval[0] && strcmp(options->tier_interval, interval ? interval : "") != 0) ||
-	    (options->spares && options->spares != job_spares) || (options->after && options->after != job_after))
-		slurm_error(MESSAGE_PREFIX "the --gemini options belong to the allocation and have no effect "
-			    "on a step: give them to sbatch, salloc or an srun that makes its own");
+	return value ? value : "";
+}
+
+/* Other values than the job's cannot take effect on a step without a prolog. */
+static bool differs_from_job(const struct options *options)
+{
+	char group[16];
+
+	for (enum option i = 0; i < OPTION_COUNT; i++)
+		if (options->text[i][0] && strcmp(options->text[i], value_of_job(i)) != 0)
+			return true;
+	(void)snprintf(group, sizeof(group), "%" PRIu32, options->group);
+	return options->group && strcmp(group, value_of_job(OPTION_REPLICAS)) != 0;
 }
 
 int local_init_post_opt(spank_t sp)
@@ -42,7 +34,9 @@ int local_init_post_opt(spank_t sp)
 	const struct options *options = options_get();
 
 	if (getenv("SLURM_JOB_ID")) {
-		warn_if_different(options);
+		if (differs_from_job(options))
+			slurm_error(MESSAGE_PREFIX "the --gemini options belong to the allocation and have no effect "
+				    "on a step: give them to sbatch, salloc or an srun that makes its own");
 		return 0;
 	}
 	return allocator_init_post_opt(sp);

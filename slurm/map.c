@@ -50,21 +50,11 @@ static bool is_path(const char *s, size_t max)
 	return true;
 }
 
-static bool parse_u32(const char *s, uint64_t min, uint64_t max, uint32_t *out)
+static bool parse_port(const char *s, uint32_t min, uint32_t max, uint16_t *out)
 {
-	uint64_t value;
+	uint32_t value;
 
-	if (!number_parse_string(s, min, max, &value))
-		return false;
-	*out = (uint32_t)value;
-	return true;
-}
-
-static bool parse_port(const char *s, uint64_t min, uint64_t max, uint16_t *out)
-{
-	uint64_t value;
-
-	if (!number_parse_string(s, min, max, &value))
+	if (!number_parse_u32(s, min, max, &value))
 		return false;
 	*out = (uint16_t)value;
 	return true;
@@ -150,14 +140,14 @@ static bool parse_node_rank(const char *text, uint32_t nodes, uint32_t *node_ran
 		*node_rank = MAP_SPARE;
 		return true;
 	}
-	return parse_u32(text, 0, nodes - 1, node_rank);
+	return number_parse_u32(text, 0, nodes - 1, node_rank);
 }
 
 static bool fill(const char *const values[KEY_COUNT], struct map *map)
 {
-	if (!parse_u32(values[KEY_JOB], 1, UINT32_MAX, &map->job) ||
-	    !parse_u32(values[KEY_RESTART], 0, UINT32_MAX, &map->restart) ||
-	    !parse_u32(values[KEY_NODES], 1, MAP_NODES_MAX, &map->nodes) ||
+	if (!number_parse_u32(values[KEY_JOB], 1, UINT32_MAX, &map->job) ||
+	    !number_parse_u32(values[KEY_RESTART], 0, UINT32_MAX, &map->restart) ||
+	    !number_parse_u32(values[KEY_NODES], 1, MAP_NODES_MAX, &map->nodes) ||
 	    !parse_node_rank(values[KEY_NODERANK], map->nodes, &map->node_rank) ||
 	    !parse_port(values[KEY_MASTER_PORT], MASTER_PORT_MIN, PORT_MAX - PORTS_SPREAD + 1,
 			&map->master_port) ||

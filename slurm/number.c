@@ -26,3 +26,13 @@ bool number_parse_string(const char *s, uint64_t min, uint64_t max, uint64_t *ou
 {
 	return number_parse(s, strlen(s), min, max, out);
 }
+
+bool number_parse_u32(const char *s, uint32_t min, uint32_t max, uint32_t *out)
+{
+	uint64_t value;
+
+	if (!number_parse_string(s, min, max, &value))
+		return false;
+	*out = (uint32_t)value;
+	return true;
+}

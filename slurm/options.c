@@ -1,228 +1,157 @@
 #include "options.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "message.h"
 #include "number.h"
 
-enum { OPTION_REPLICAS, OPTION_REDUNDANCY, OPTION_TIER, OPTION_TIER_INTERVAL, OPTION_HANG, OPTION_SPARES, OPTION_AFTER };
-
 static struct options given;
 
-bool options_parse_replicas(const char *text, uint32_t *replicas)
+/* Each takes one value as the user wrote it. Returns the text for the job; NULL if the value is not valid. */
+static const char *take_replicas(const char *text)
 {
-	uint64_t value;
-
-	if (!number_parse_string(text, 1, REPLICAS_MAX, &value))
-		return false;
-	*replicas = (uint32_t)value;
-	return true;
+	return number_parse_u32(text, 1, REPLICAS_MAX, &given.replicas) ? text : NULL;
 }
 
-static bool parse_code(const char *text, uint32_t *group)
+static const char *take_code(const char *text)
 {
 	const char *plus = strchr(text, '+');
 	uint64_t data, parity;
 
-	if (!plus || !number_parse(text, (size_t)(plus - text), 1, REPLICAS_MAX, &data) ||
+	if (!plus || !number_parse(text + 3, (size_t)(plus - text - 3), 1, REPLICAS_MAX, &data) ||
 	    !number_parse_string(plus + 1, 1, PARITY_MAX, &parity) || data + parity > REPLICAS_MAX)
-		return false;
-	*group = (uint32_t)(data + parity);
-	return true;
+		return NULL;
+	given.group = (uint32_t)(data + parity);
+	return text;
 }
 
-bool options_parse_redundancy(const char *text, uint32_t *group, char value[REDUNDANCY_SIZE])
+static const char *take_redundancy(const char *text)
 {
-	uint64_t nodes = GROUP_USUAL;
+	uint32_t nodes = GROUP_USUAL;
 
 	if (strcmp(text, "replicate") == 0) {
-		*group = 0;
-		value[0] = '\0';
-		return true;
+		given.group = 0;
+		return "";
 	}
-	if (strncmp(text, "rs:", 3) == 0) {
-		if (!parse_code(text + 3, group))
-			return false;
-		(void)snprintf(value, REDUNDANCY_SIZE, "%s", text);
-		return true;
-	}
+	if (strncmp(text, "rs:", 3) == 0)
+		return take_code(text);
 	if (strncmp(text, "xor", 3) != 0)
-		return false;
-	if (text[3] && (text[3] != ':' || !number_parse_string(text + 4, 2, REPLICAS_MAX, &nodes)))
-		return false;
-	*group = (uint32_t)nodes;
-	(void)snprintf(value, REDUNDANCY_SIZE, "%s", "xor");
-	return true;
+		return NULL;
+	if (text[3] && (text[3] != ':' || !number_parse_u32(text + 4, 2, REPLICAS_MAX, &nodes)))
+		return NULL;
+	given.group = nodes;
+	return "xor";
 }
 
-bool options_parse_tier(const char *text)
+static const char *take_tier(const char *text)
 {
 	const size_t len = strnlen(text, TIER_MAX + 1);
 
 	if (len == 0 || len > TIER_MAX || text[0] != '/')
-		return false;
+		return NULL;
 	for (size_t i = 0; i < len; i++)
 		if (text[i] < ' ' || text[i] > '~' || strchr("\"'`\\", text[i]))
-			return false;
-	return true;
+			return NULL;
+	return text;
 }
 
-bool options_parse_tier_interval(const char *text)
+static const char *take_tier_interval(const char *text)
 {
-	uint64_t seconds;
+	uint32_t seconds;
 
-	return strcmp(text, "auto") == 0 || number_parse_string(text, 1, TIER_INTERVAL_MAX_S, &seconds);
+	return strcmp(text, "auto") == 0 || number_parse_u32(text, 1, TIER_INTERVAL_MAX_S, &seconds) ? text : NULL;
 }
 
-bool options_parse_hang(const char *text)
+static const char *take_hang(const char *text)
 {
-	uint64_t seconds;
+	uint32_t seconds;
 
-	return strcmp(text, "off") == 0 || number_parse_string(text, 1, HANG_MAX_S, &seconds);
+	return strcmp(text, "off") == 0 || number_parse_u32(text, 1, HANG_MAX_S, &seconds) ? text : NULL;
 }
 
-bool options_parse_spares(const char *text, uint32_t *spares)
+static const char *take_spares(const char *text)
 {
-	uint64_t value;
-
-	if (!number_parse_string(text, 0, SPARES_MAX, &value))
-		return false;
-	*spares = (uint32_t)value;
-	return true;
+	if (!number_parse_u32(text, 0, SPARES_MAX, &given.spares))
+		return NULL;
+	return given.spares ? text : "";
 }
 
-bool options_parse_after(const char *text, uint32_t *job)
+static const char *take_after(const char *text)
 {
-	uint64_t value;
+	uint32_t job;
 
-	if (!number_parse_string(text, 1, AFTER_MAX, &value))
-		return false;
-	*job = (uint32_t)value;
-	return true;
+	return number_parse_u32(text, 1, UINT32_MAX, &job) ? text : NULL;
 }
+
+static int on_option(int which, const char *text, int remote);
+
+#define DIGITS(number) #number
+#define NUMBER(macro) DIGITS(macro)
+#define OPTION(which, option_name, argument, taker, accepted, help)                                                  \
+	[which] = { { .name = (char[]){ option_name }, .arginfo = (char[]){ argument }, .usage = (char[]){ help },    \
+		      .has_arg = 1, .val = which, .cb = on_option },                                               \
+		    taker, accepted }
+
+static struct {
+	struct spank_option spank;
+	const char *(*take)(const char *text);
+	const char *wanted;	/* in the message on a value that is not valid */
+} table[OPTION_COUNT] = {
+	OPTION(OPTION_REPLICAS, "gemini-replicas", "N", take_replicas,
+	       "a whole number from 1 to " NUMBER(REPLICAS_MAX),
+	       "keep N copies of the training state in the memory of the job's own nodes (1-32)"),
+	OPTION(OPTION_REDUNDANCY, "gemini-redundancy", "HOW", take_redundancy,
+	       "replicate, xor:N with N from 2 to " NUMBER(REPLICAS_MAX) ", or rs:K+M with M from 1 to "
+	       NUMBER(PARITY_MAX) " and K + M to " NUMBER(REPLICAS_MAX),
+	       "replicate (the default); xor:N: parity over groups of N nodes (2-32), instead of "
+	       "copies; rs:K+M: over groups of K+M nodes, any M of which may be lost (1-4)"),
+	OPTION(OPTION_TIER, "gemini-tier", "DIR", take_tier,
+	       "the absolute path of a directory (printable ASCII without quotes or backslashes, at most "
+	       NUMBER(TIER_MAX) " bytes)",
+	       "also save to DIR on a shared file system, for failures that memory cannot cover"),
+	OPTION(OPTION_TIER_INTERVAL, "gemini-tier-interval", "SECONDS", take_tier_interval,
+	       "whole seconds from 1 to " NUMBER(TIER_INTERVAL_MAX_S) ", or auto",
+	       "time between two saves to --gemini-tier (1-604800, auto)"),
+	OPTION(OPTION_HANG, "gemini-hang", "SECONDS", take_hang,
+	       "whole seconds from 1 to " NUMBER(HANG_MAX_S) ", or off",
+	       "start the step again when one rank keeps the others waiting for so long (1-604800, off)"),
+	OPTION(OPTION_SPARES, "gemini-spares", "N", take_spares,
+	       "a whole number from 0 to " NUMBER(SPARES_MAX),
+	       "keep N of the job's nodes idle until another one is lost (0-1024; needs --no-kill)"),
+	OPTION(OPTION_AFTER, "gemini-after", "JOBID", take_after,
+	       "the number of a job (of an array's task the JobId that scontrol shows, without '_')",
+	       "go on where this job of yours has ended"),
+};
 
 /* Runs once for each source of an option: the environment, then the command line. */
 static int on_option(int which, const char *text, int remote)
 {
+	const char *const found = text ? text : "";
 	char shown[MESSAGE_SHOWN_SIZE];
+	const char *kept;
 
 	/* A step takes its values from the job; they were checked at submission. */
 	if (remote)
 		return 0;
-	if (!text)
-		text = "";
-	switch (which) {
-	case OPTION_REPLICAS:
-		if (options_parse_replicas(text, &given.replicas))
-			return 0;
-		slurm_error(MESSAGE_PREFIX "--gemini-replicas: wanted a whole number from 1 to %d, found '%s'",
-			    REPLICAS_MAX, message_shown(text, shown));
-		return -1;
-	case OPTION_REDUNDANCY:
-		if (options_parse_redundancy(text, &given.group, given.redundancy))
-			return 0;
-		slurm_error(MESSAGE_PREFIX "--gemini-redundancy: wanted replicate, xor:N with N from 2 to %d, or rs:K+M "
-			    "with M from 1 to %d and K + M to %d, found '%s'",
-			    REPLICAS_MAX, PARITY_MAX, REPLICAS_MAX, message_shown(text, shown));
-		return -1;
-	case OPTION_TIER:
-		if (options_parse_tier(text)) {
-			(void)snprintf(given.tier, sizeof(given.tier), "%s", text);
-			return 0;
-		}
-		slurm_error(MESSAGE_PREFIX "--gemini-tier: wanted the absolute path of a directory "
-			    "(printable ASCII without quotes or backslashes, at most %d bytes), found '%s'",
-			    TIER_MAX, message_shown(text, shown));
-		return -1;
-	case OPTION_TIER_INTERVAL:
-		if (options_parse_tier_interval(text)) {
-			(void)snprintf(given.tier_interval, sizeof(given.tier_interval), "%s", text);
-			return 0;
-		}
-		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval: wanted whole seconds from 1 to %d, or auto, "
-			    "found '%s'",
-			    TIER_INTERVAL_MAX_S, message_shown(text, shown));
-		return -1;
-	case OPTION_HANG:
-		if (options_parse_hang(text)) {
-			(void)snprintf(given.hang, sizeof(given.hang), "%s", text);
-			return 0;
-		}
-		slurm_error(MESSAGE_PREFIX "--gemini-hang: wanted whole seconds from 1 to %d, or off, found '%s'",
-			    HANG_MAX_S, message_shown(text, shown));
-		return -1;
-	case OPTION_SPARES:
-		if (options_parse_spares(text, &given.spares))
-			return 0;
-		slurm_error(MESSAGE_PREFIX "--gemini-spares: wanted a whole number from 0 to %d, found '%s'",
-			    SPARES_MAX, message_shown(text, shown));
-		return -1;
-	case OPTION_AFTER:
-		if (options_parse_after(text, &given.after))
-			return 0;
-		slurm_error(MESSAGE_PREFIX "--gemini-after: wanted the number of a job, found '%s' (of an array's task "
-			    "the JobId that scontrol shows, without '_')",
-			    message_shown(text, shown));
-		return -1;
-	default:
+	kept = table[which].take(found);
+	if (!kept) {
+		slurm_error(MESSAGE_PREFIX "--%s: wanted %s, found '%s'", table[which].spank.name, table[which].wanted,
+			    message_shown(found, shown));
 		return -1;
 	}
+	(void)snprintf(given.text[which], sizeof(given.text[which]), "%s", kept);
+	return 0;
 }
-
-static struct spank_option option_table[] = {
-	{ .name = (char[]){ "gemini-replicas" },
-	  .arginfo = (char[]){ "N" },
-	  .usage = (char[]){ "keep N copies of the training state in the memory of the job's own nodes (1-32)" },
-	  .has_arg = 1,
-	  .val = OPTION_REPLICAS,
-	  .cb = on_option },
-	{ .name = (char[]){ "gemini-redundancy" },
-	  .arginfo = (char[]){ "HOW" },
-	  .usage = (char[]){ "replicate (the default); xor:N: parity over groups of N nodes (2-32), instead of "
-			     "copies; rs:K+M: over groups of K+M nodes, any M of which may be lost (1-4)" },
-	  .has_arg = 1,
-	  .val = OPTION_REDUNDANCY,
-	  .cb = on_option },
-	{ .name = (char[]){ "gemini-tier" },
-	  .arginfo = (char[]){ "DIR" },
-	  .usage = (char[]){ "also save to DIR on a shared file system, for failures that memory cannot cover" },
-	  .has_arg = 1,
-	  .val = OPTION_TIER,
-	  .cb = on_option },
-	{ .name = (char[]){ "gemini-tier-interval" },
-	  .arginfo = (char[]){ "SECONDS" },
-	  .usage = (char[]){ "time between two saves to --gemini-tier (1-604800, auto)" },
-	  .has_arg = 1,
-	  .val = OPTION_TIER_INTERVAL,
-	  .cb = on_option },
-	{ .name = (char[]){ "gemini-hang" },
-	  .arginfo = (char[]){ "SECONDS" },
-	  .usage = (char[]){ "start the step again when one rank keeps the others waiting for so long (1-604800, off)" },
-	  .has_arg = 1,
-	  .val = OPTION_HANG,
-	  .cb = on_option },
-	{ .name = (char[]){ "gemini-spares" },
-	  .arginfo = (char[]){ "N" },
-	  .usage = (char[]){ "keep N of the job's nodes idle until another one is lost (0-1024; needs --no-kill)" },
-	  .has_arg = 1,
-	  .val = OPTION_SPARES,
-	  .cb = on_option },
-	{ .name = (char[]){ "gemini-after" },
-	  .arginfo = (char[]){ "JOBID" },
-	  .usage = (char[]){ "go on where this job of yours has ended" },
-	  .has_arg = 1,
-	  .val = OPTION_AFTER,
-	  .cb = on_option },
-};
 
 int options_register(spank_t sp)
 {
 	int rc = 0;
 
-	for (size_t i = 0; i < sizeof(option_table) / sizeof(option_table[0]); i++)
-		if (spank_option_register(sp, &option_table[i]) != ESPANK_SUCCESS) {
-			slurm_error(MESSAGE_PREFIX "could not register --%s", option_table[i].name);
+	for (size_t i = 0; i < OPTION_COUNT; i++)
+		if (spank_option_register(sp, &table[i].spank) != ESPANK_SUCCESS) {
+			slurm_error(MESSAGE_PREFIX "could not register --%s", table[i].spank.name);
 			rc = -1;
 		}
 	return rc;
@@ -230,8 +159,8 @@ int options_register(spank_t sp)
 
 bool options_has(const char *name, size_t len)
 {
-	for (size_t i = 0; i < sizeof(option_table) / sizeof(option_table[0]); i++)
-		if (strlen(option_table[i].name) == len && strncmp(option_table[i].name, name, len) == 0)
+	for (size_t i = 0; i < OPTION_COUNT; i++)
+		if (strlen(table[i].spank.name) == len && strncmp(table[i].spank.name, name, len) == 0)
 			return true;
 	return false;
 }
@@ -241,38 +170,35 @@ const struct options *options_get(void)
 	return &given;
 }
 
+/* Options that do nothing without another one. */
+static const struct {
+	enum option option, needs;
+	const char *why;
+} needs[] = {
+	{ OPTION_TIER, OPTION_REPLICAS, "--gemini-tier protects nothing by itself: add --gemini-replicas=N" },
+	{ OPTION_SPARES, OPTION_REPLICAS,
+	  "--gemini-spares: a spare has nothing to start from without copies: add --gemini-replicas=N" },
+	{ OPTION_TIER_INTERVAL, OPTION_TIER, "--gemini-tier-interval needs a place to save to: add --gemini-tier=DIR" },
+	{ OPTION_HANG, OPTION_REPLICAS, "--gemini-hang needs copies to start again from: add --gemini-replicas=N" },
+	{ OPTION_AFTER, OPTION_REPLICAS,
+	  "--gemini-after: a job that is not protected takes nothing over: add --gemini-replicas=N" },
+};
+
 bool options_complete(void)
 {
-	const struct options *options = &given;
-
 	if (given.group && given.replicas) {
 		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=%s keeps parity and no copies: leave --gemini-replicas out",
-			    given.redundancy);
+			    given.text[OPTION_REDUNDANCY]);
 		return false;
 	}
-	if (given.group)
+	if (given.group) {
 		given.replicas = given.group;
-	if (options->tier[0] && !options->replicas) {
-		slurm_error(MESSAGE_PREFIX "--gemini-tier protects nothing by itself: add --gemini-replicas=N");
-		return false;
+		(void)snprintf(given.text[OPTION_REPLICAS], sizeof(given.text[OPTION_REPLICAS]), "%" PRIu32, given.group);
 	}
-	if (options->spares && !options->replicas) {
-		slurm_error(MESSAGE_PREFIX "--gemini-spares: a spare has nothing to start from without copies: "
-			    "add --gemini-replicas=N");
-		return false;
-	}
-	if (options->tier_interval[0] && !options->tier[0]) {
-		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval needs a place to save to: add --gemini-tier=DIR");
-		return false;
-	}
-	if (options->hang[0] && !options->replicas) {
-		slurm_error(MESSAGE_PREFIX "--gemini-hang needs copies to start again from: add --gemini-replicas=N");
-		return false;
-	}
-	if (options->after && !options->replicas) {
-		slurm_error(MESSAGE_PREFIX "--gemini-after: a job that is not protected takes nothing over: "
-			    "add --gemini-replicas=N");
-		return false;
-	}
+	for (size_t i = 0; i < sizeof(needs) / sizeof(needs[0]); i++)
+		if (given.text[needs[i].option][0] && !given.text[needs[i].needs][0]) {
+			slurm_error(MESSAGE_PREFIX "%s", needs[i].why);
+			return false;
+		}
 	return true;
 }

@@ -138,13 +138,12 @@ static void test_length(void)
 
 	memset(path, 'a', sizeof(path) - 1);
 	path[0] = '/';
-	CHECK(!options_parse_tier(path));
-	path[TIER_MAX] = '\0';
-	CHECK(options_parse_tier(path));
 	stub_reset(S_CTX_ALLOCATOR);
 	CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
+	CHECK(stub_option("gemini-tier", path, 0) == -1);
+	path[TIER_MAX] = '\0';
 	CHECK(stub_option("gemini-tier", path, 0) == 0);
-	CHECK_STRING(options_get()->tier, path);
+	CHECK_STRING(options_get()->text[OPTION_TIER], path);
 }
 
 static void test_last_one_counts(void)
