@@ -99,10 +99,6 @@ class GatedSlurm(SlurmApi):
         """Return the nodes that the job's owner excludes."""
         return await self._slurm.read_excluded(raw_id)
 
-    async def find_raw_id(self, task: str) -> int:
-        """Return the raw id of an array task."""
-        return await self._slurm.find_raw_id(task)
-
     async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         """Return state and nodes of many jobs."""
         self._of_job = {raw_id: of for raw_id, of in self._of_job.items() if raw_id in set(raw_ids)}

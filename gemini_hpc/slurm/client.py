@@ -20,14 +20,13 @@ from typing import TypeVar
 from gemini_hpc import clock
 from gemini_hpc.core.numbers import JOB_ID
 from gemini_hpc.slurm import accounting, fields, ways
-from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob, build_error
 from gemini_hpc.slurm.facts import COMPLETING, PENDING, Job, Node, Reservation, SlurmConfig, WatchedJob
 from gemini_hpc.slurm.fair_queue import FairGate
 from gemini_hpc.slurm.json_form import JsonReader
 from gemini_hpc.slurm.pyslurm_reader import PyslurmReader
 from gemini_hpc.slurm.text import (
     ROW_FORMAT,
-    ParseError,
     hides_reason,
     parse_admin_level,
     parse_config,
@@ -76,19 +75,7 @@ def _build_environment() -> dict[str, str]:
 
 
 def _make_pyslurm_reader(timeout_s: float, on_call: Callable[[str, float], None] | None) -> PyslurmReader:
-    return PyslurmReader(_build_environment(), timeout_s, _build_error, on_call)
-
-
-def _build_error(text: str, command: str) -> SlurmError:
-    message = " ".join(text.split())[:300] or f"{command} failed without a message"
-    low = message.lower()
-    if "invalid job id" in low:
-        return UnknownJob(message)
-    contact = ("unable to contact", "connection refused", "socket timed out", "connection failure", "not responding")
-    standby = ("standby mode", "in standby")
-    if any(word in low for word in contact + standby):
-        return SlurmUnreachable(message)
-    return SlurmError(message)
+    return PyslurmReader(_build_environment(), timeout_s, on_call)
 
 
 def _join_names(names: Iterable[str]) -> str:
@@ -97,6 +84,10 @@ def _join_names(names: Iterable[str]) -> str:
         if not _SAFE_NAME.fullmatch(name):
             raise SlurmError(f"{name!r} is not a node name")
     return ",".join(out)
+
+
+def _clean_text(text: str) -> str:
+    return " ".join(text.replace('"', "'").split())
 
 
 def _check_value(pattern: re.Pattern[str], value: str, what: str) -> str:
@@ -179,7 +170,7 @@ class Slurm:
                 if self._on_call is not None:
                     self._on_call(" ".join((tool, *args)), clock.monotonic() - began)
         if process.returncode and refuses:
-            raise _build_error((err or out).decode(errors="replace"), tool)
+            raise build_error((err or out).decode(errors="replace"), tool)
         return out
 
     async def _run_lines(self, *args: str) -> list[str]:
@@ -251,15 +242,12 @@ class Slurm:
 
     async def _read_job(self, raw_id: int) -> Job:
         out = await self._run_squeue("-j", str(int(raw_id)), "-O", fields.FORMAT)
-        try:
-            found = [row for row in fields.split_rows(out) if row["JobID"] == str(raw_id)]
-            if not found:
-                raise UnknownJob(f"job {raw_id} is not known")
-            if len(found) > 1:
-                raise SlurmError(f"job {raw_id}: Slurm's answer names it {len(found)} times")
-            return fields.build_job(found[0])
-        except ParseError as exc:
-            raise SlurmError(f"job {raw_id}: {exc}") from None
+        found = [row for row in fields.split_rows(out) if row["JobID"] == str(raw_id)]
+        if not found:
+            raise UnknownJob(f"job {raw_id} is not known")
+        if len(found) > 1:
+            raise SlurmError(f"job {raw_id}: Slurm's answer names it {len(found)} times")
+        return fields.build_job(found[0])
 
     async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         """Return the nodes that the job's owner excludes. Raises as `read_job`."""
@@ -269,20 +257,14 @@ class Slurm:
 
     async def _read_excluded(self, raw_id: int) -> tuple[str, ...]:
         out = await self._run_squeue("-j", str(int(raw_id)), "-o", fields.EXCLUDED_FORMAT)
-        try:
-            return fields.parse_excluded(out.decode(errors="replace"), raw_id)
-        except ParseError as exc:
-            raise SlurmError(f"job {raw_id}: {exc}") from None
+        return fields.parse_excluded(out.decode(errors="replace"), raw_id)
 
     async def find_raw_id(self, task: str) -> int:
         """Return the raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmError`."""
         out = await self._run_squeue("-j", _check_value(JOB_ID, task, "a job id"), "-O", fields.IDS_FORMAT)
-        try:
-            for raw_id, name in fields.parse_ids(out):
-                if task in (name, str(raw_id)):
-                    return raw_id
-        except ParseError as exc:
-            raise SlurmError(f"job {task}: {exc}") from None
+        for raw_id, name in fields.parse_ids(out):
+            if task in (name, str(raw_id)):
+                return raw_id
         raise UnknownJob(f"job {task} is not known")
 
     async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
@@ -290,20 +272,14 @@ class Slurm:
         found: dict[int, WatchedJob] = {}
         for at in range(0, len(raw_ids), _IDS_PER_CALL):
             ids = raw_ids[at : at + _IDS_PER_CALL]
-            found.update(await self._read_rows(ids))
+            with suppress(UnknownJob):
+                rows = await self._list_rows("-t", "all", "-j", ",".join(str(int(i)) for i in ids))
+                found |= {row.raw_id: row for row in rows if row.raw_id in ids}
         return found
 
-    async def _read_rows(self, ids: Sequence[int]) -> dict[int, WatchedJob]:
-        text = ",".join(str(int(i)) for i in ids)
-        try:
-            out = await self._run_tool("squeue", "-h", "-a", "-r", "-t", "all", "-o", ROW_FORMAT, "-j", text)
-        except UnknownJob:
-            return {}
-        try:
-            rows = [parse_row(line) for line in out.splitlines() if line.strip()]
-        except ParseError as exc:
-            raise SlurmError(str(exc)) from None
-        return {row.raw_id: row for row in rows if row.raw_id in ids}
+    async def _list_rows(self, *args: str) -> list[WatchedJob]:
+        out = await self._run_tool("squeue", "-h", "-a", "-r", *args, "-o", ROW_FORMAT)
+        return [parse_row(line) for line in out.splitlines() if line.strip()]
 
     async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         """Return the named nodes, or all nodes if none is named."""
@@ -313,100 +289,62 @@ class Slurm:
 
     async def _read_nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
         wanted = _join_names(names)
-        try:
-            records = split_nodes(
-                await self._run_tool("scontrol", "show", "node", "-o", *([wanted] if wanted else []))
-            )
-            found: dict[str, Node] = {}
-            doubtful: set[str] = set()
-            hidden: list[str] = []
-            for record in records:
-                node = parse_node(record)
-                if node.name in found:  # an operator's text imitates a record
-                    doubtful.add(node.name)
-                elif hides_reason(record):
-                    hidden.append(node.name)
-                found.setdefault(node.name, node)
-            for name in doubtful:
-                found[name] = parse_node(split_nodes(await self._run_tool("scontrol", "show", "node", "-o", name))[0])
-            if hidden:
-                out = await self._run_bytes(
-                    "sinfo", "-h", "-N", "-n", _join_names(hidden), "-O", fields.REASON_FORMAT
-                )
-                reasons = fields.parse_reasons(out)
-                found |= {name: replace(found[name], reason=reasons.get(name, "")) for name in hidden}
-            return found
-        except (ParseError, IndexError) as exc:
-            raise SlurmError(str(exc)) from None
+        records = split_nodes(await self._run_tool("scontrol", "show", "node", "-o", *([wanted] if wanted else [])))
+        found: dict[str, Node] = {}
+        doubtful: set[str] = set()
+        hidden: list[str] = []
+        for record in records:
+            node = parse_node(record)
+            if node.name in found:  # an operator's text imitates a record
+                doubtful.add(node.name)
+            elif hides_reason(record):
+                hidden.append(node.name)
+            found.setdefault(node.name, node)
+        for name in doubtful:
+            own = split_nodes(await self._run_tool("scontrol", "show", "node", "-o", name))
+            found[name] = parse_node(next(iter(own), ""))
+        if hidden:
+            out = await self._run_bytes("sinfo", "-h", "-N", "-n", _join_names(hidden), "-O", fields.REASON_FORMAT)
+            reasons = fields.parse_reasons(out)
+            found |= {name: replace(found[name], reason=reasons.get(name, "")) for name in hidden}
+        return found
 
     async def read_partitions(self) -> dict[str, str]:
         """Return the state of each partition."""
-        try:
-            return dict(parse_partition(line) for line in await self._run_lines("show", "partition", "-o"))
-        except ParseError as exc:
-            raise SlurmError(str(exc)) from None
+        return dict(parse_partition(line) for line in await self._run_lines("show", "partition", "-o"))
 
     async def read_reservations(self) -> list[Reservation]:
         """Return all reservations."""
         lines = await self._run_lines("show", "reservation", "-o")
-        try:
-            return [parse_reservation(line) for line in lines if line.startswith("ReservationName=")]
-        except ParseError as exc:
-            raise SlurmError(str(exc)) from None
+        return [parse_reservation(line) for line in lines if line.startswith("ReservationName=")]
 
     async def read_owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         """Return (uid, raw job id) of each job that is running or ending on each of these nodes."""
         wanted = tuple(names)
         states = "RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STOPPED"
-        out = await self._run_tool(
-            "squeue", "-h", "-a", "-r", "-t", states, "-w", _join_names(wanted), "-o", ROW_FORMAT
-        )
         found: dict[str, set[tuple[int, int]]] = {name: set() for name in wanted}
-        for line in out.splitlines():
-            if line.strip():
-                try:
-                    row = parse_row(line)
-                except ParseError as exc:
-                    raise SlurmError(str(exc)) from None
-                for name in row.nodes:
-                    if name in found:
-                        found[name].add((row.user_id, row.raw_id))
+        for row in await self._list_rows("-t", states, "-w", _join_names(wanted)):
+            for name in found.keys() & set(row.nodes):
+                found[name].add((row.user_id, row.raw_id))
         return found
 
     async def read_attached(self, reservation: str) -> list[WatchedJob]:
         """Return the jobs, running or waiting, that name a reservation."""
         checked = _check_value(_SAFE_NAME, reservation, "a reservation name")
-        out = await self._run_tool("squeue", "-h", "-a", "-r", "-t", "all", "-R", checked, "-o", ROW_FORMAT)
-        try:
-            return [parse_row(line) for line in out.splitlines() if line.strip()]
-        except ParseError as exc:
-            raise SlurmError(str(exc)) from None
+        return await self._list_rows("-t", "all", "-R", checked)
 
     async def sort_by_end(self, names: Iterable[str]) -> list[str]:
         """Return these busy nodes, sorted by the end of their jobs, earliest first."""
         wanted = tuple(names)
-        layout = f"%e|{ROW_FORMAT}"
-        out = await self._run_tool(
-            "squeue", "-h", "-a", "-r", "-t", "RUNNING", "-w", _join_names(wanted), "-o", layout
-        )
-        ends = dict.fromkeys(wanted, "")
-        for line in out.splitlines():
-            end, _, row = line.strip().partition("|")
-            try:
-                nodes = parse_row(row).nodes
-            except ParseError:
-                continue
-            for name in nodes:
-                if name in ends:
-                    ends[name] = max(ends[name], end)
+        ends = dict.fromkeys(wanted, 0.0)
+        for row in await self._list_rows("-t", "RUNNING", "-w", _join_names(wanted)):
+            for name in ends.keys() & set(row.nodes):
+                ends[name] = max(ends[name], row.end_time or math.inf)
         return sorted(wanted, key=lambda name: (ends[name], name))
 
     async def read_config(self) -> SlurmConfig:
         """Return slurmctld's configuration in effect."""
-        try:
-            return parse_config(await self._run_tool("scontrol", "show", "config"))
-        except ParseError as exc:
-            raise SlurmError(str(exc)) from None
+        return parse_config(await self._run_tool("scontrol", "show", "config"))
 
     async def has_accounting(self) -> bool:
         """Return whether the cluster keeps its users in slurmdbd."""
@@ -423,11 +361,7 @@ class Slurm:
 
     async def read_queue(self) -> list[WatchedJob]:
         """Return all unfinished jobs that this user may see."""
-        out = await self._run_tool("squeue", "-h", "-a", "-r", "-o", ROW_FORMAT)
-        try:
-            return [parse_row(line) for line in out.splitlines() if line.strip()]
-        except ParseError as exc:
-            raise SlurmError(str(exc)) from None
+        return await self._list_rows()
 
     async def read_history(self, days: int) -> str:
         """Return accounting's rows on all jobs that this user may see, in the form that `accounting` parses.
@@ -458,10 +392,8 @@ class Slurm:
 
         Without the drain, a stale reply of a dead node makes it idle again (ReturnToService).
         """
-        words = " ".join(reason.replace('"', "'").split())
-        _join_names([name])
         for state in ("DRAIN", "DOWN"):
-            await self._set_node_state(name, state, words)
+            await self._set_node_state(name, state, reason)
         node = (await self._read_nodes((name,)))[name]
         if not node.is_down:
             raise SlurmError(f"node {name} was set DOWN, but is {node.state}")
@@ -472,15 +404,13 @@ class Slurm:
 
         Raises `SlurmError` if the node is not drained afterwards.
         """
-        _join_names([name])
-        await self._set_node_state(name, "DRAIN", " ".join(reason.replace('"', "'").split()))
+        await self._set_node_state(name, "DRAIN", reason)
         node = (await self._read_nodes((name,)))[name]
         if "DRAIN" not in node.flags:
             raise SlurmError(f"node {name} was drained, but is {node.state}")
 
     async def resume_node(self, name: str) -> None:
         """Resume a node that was drained in error."""
-        _join_names([name])
         await self._set_node_state(name, "RESUME")
 
     async def _set_node_state(self, name: str, state: str, reason: str = "") -> None:
@@ -488,7 +418,8 @@ class Slurm:
 
         The fallback is harmless, because setting the same state twice has the effect of setting it once.
         """
-        words = [f"NodeName={name}", f"State={state}", *([f"Reason={reason}"] if reason else [])]
+        reason = _clean_text(reason)
+        words = [f"NodeName={_join_names([name])}", f"State={state}", *([f"Reason={reason}"] if reason else [])]
 
         async def set_by_commands() -> None:
             await self._run_tool("scontrol", "update", *words)
@@ -578,8 +509,7 @@ class Slurm:
         if not job.is_actable:
             raise SlurmError(f"job {job.id}: a hold would hold other jobs too")
         await self._run_tool("scontrol", "uhold", _check_value(JOB_ID, job.id, "a job id"))
-        comment = " ".join(f"gemini-hpc: held: {why}".replace('"', "'").split())
-        await self._update_job(job, f"AdminComment={comment}")
+        await self._update_job(job, f"AdminComment={_clean_text(f'gemini-hpc: held: {why}')}")
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
         """Write a line into an ended job's AdminComment in slurmdbd, unless another program has written there.

@@ -14,7 +14,7 @@ import msgspec
 
 from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import Job, Node
-from gemini_hpc.slurm.text import count_gres, drop_none, parse_gres_needed, parse_hosts, parse_state
+from gemini_hpc.slurm.text import ParseError, count_gres, drop_none, parse_gres_needed, parse_hosts, parse_state
 from gemini_hpc.slurm.ways import JSON, Surprise, Unreadable
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def parse_records(out: bytes, key: str) -> list[dict[str, Any]]:
 def _convert_record(record: Mapping[str, Any], build: Callable[[], T]) -> T:
     try:
         return build()
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as exc:
+    except (ParseError, KeyError, TypeError, ValueError, IndexError, AttributeError) as exc:
         what = record.get("job_id", record.get("name", "a record"))
         raise Surprise(f"scontrol --json: {str(what)[:80]}: {type(exc).__name__} {exc}") from None
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.slurm.errors import build_error
 from gemini_hpc.slurm.facts import Job, Node
 from gemini_hpc.slurm.fair_queue import FairGate
 from gemini_hpc.slurm.json_form import format_reason
@@ -46,7 +47,6 @@ class PyslurmReader:
         self,
         environment: Mapping[str, str],
         timeout_s: float,
-        refused: Callable[[str, str], Exception],
         on_call: Callable[[str, float], None] | None = None,
         argv: tuple[str, ...] = (sys.executable, "-I", WORKER),
     ) -> None:
@@ -55,13 +55,11 @@ class PyslurmReader:
         Args:
             environment: The worker's environment.
             timeout_s: Time-out of each call in seconds.
-            refused: Makes an error from Slurm's message and the name "pyslurm".
             on_call: Called after every call with its words and its duration in seconds.
             argv: The worker's command.
         """
-        self._environment, self._timeout_s, self._refused = dict(environment), timeout_s, refused
-        self._on_call = on_call
-        self._argv = argv
+        self._environment, self._timeout_s = dict(environment), timeout_s
+        self._on_call, self._argv = on_call, argv
         self._gate = FairGate(1)
         self._process: asyncio.subprocess.Process | None = None
         self._asked = 0
@@ -105,7 +103,7 @@ class PyslurmReader:
                     self._on_call(f"pyslurm {call} {' '.join(map(str, args))}".strip(), clock.monotonic() - began)
         kind, error = answer.get("kind"), str(answer.get("error", ""))
         if kind == "refused":
-            raise self._refused(error, "pyslurm")
+            raise build_error(error, "pyslurm")
         if kind == "unreadable":
             raise Unreadable(f"pyslurm: {error}")
         if kind is not None or "value" not in answer:

@@ -32,19 +32,15 @@ class ApiReader(Protocol):
 
     async def read_job(self, raw_id: int) -> Job:
         """Return one job by its raw id."""
-        ...
 
     async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         """Return the nodes that the job's owner excludes."""
-        ...
 
     async def read_nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
         """Return the named nodes, or all nodes if none is named."""
-        ...
 
     async def close(self) -> None:
         """End the reader's helper process, if there is one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,6 @@ class FakeSlurm(SlurmApi):
     async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         _unforeseen("read_excluded")
 
-    async def find_raw_id(self, task: str) -> int:
-        _unforeseen("find_raw_id")
-
     async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         _unforeseen("read_rows")
 

@@ -92,6 +92,7 @@ def test_every_act(act: str) -> None:
 def test_nobody_goes_round_the_gate() -> None:
     """Every public call of the real client is a known question or an act; the controller has no other Slurm."""
     questions = public(SlurmReading) | {
+        "find_raw_id",
         "read_queue",
         "read_history",
         "read_configuration",

@@ -80,7 +80,7 @@ def asking(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setattr(
             client,
             "_make_pyslurm_reader",
-            lambda timeout_s, heard: PyslurmReader(env, timeout_s, client._build_error, heard, tuple(argv)),
+            lambda timeout_s, heard: PyslurmReader(env, timeout_s, heard, tuple(argv)),
         )
         yield Asking([])
 
@@ -216,7 +216,7 @@ def test_a_surprise_ends_pyslurm_and_the_commands_answer(
 
     def reader(timeout_s: float, heard: Callable[[str, float], None] | None) -> PyslurmReader:
         environment = {"PATH": f"{tools}:/usr/bin:/bin"}
-        readers.append(PyslurmReader(environment, 1.5, client._build_error, heard, bad))
+        readers.append(PyslurmReader(environment, 1.5, heard, bad))
         return readers[-1]
 
     monkeypatch.setattr(client, "_make_pyslurm_reader", reader)

@@ -114,9 +114,6 @@ class SimSlurm(SlurmApi):
     async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
         return await self._ask(lambda: (self._ctld.find(raw_id), ())[1])
 
-    async def find_raw_id(self, task: str) -> int:
-        return int(task)
-
     def _row(self, job: JobRecord) -> WatchedJob:
         facts = self._ctld.job_facts(job.raw_id)
         return WatchedJob(facts.raw_id, facts.state, facts.user_id, facts.nodes, facts.end_time)
