@@ -12,12 +12,12 @@ from contextlib import suppress
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.reservation import parse_raw_id
 from gemini_hpc.settings import ACT, OBSERVE
-from gemini_hpc.slurm import SlurmError, UnknownJob
+from gemini_hpc.slurm import SlurmRefused, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import Job, Node, Reservation, SlurmConfig, WatchedJob
 
 
-class WithheldError(SlurmError):
+class WithheldError(SlurmRefused):
     """The error that the site's mode forbids an act. Slurm was not asked."""
 
 

@@ -28,7 +28,7 @@ from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.controller.reservation import RESERVED_MINUTES, parse_raw_id
 from gemini_hpc.controller.withheld import Withheld
-from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm import SlurmError, SlurmRefused, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import COMPLETED, COMPLETING, CONFIGURING, CUT_SHORT, RUNNING, Job, Node
 from gemini_hpc.wire.controller import Report
@@ -307,9 +307,7 @@ class Recoveries:
         raw_id, restart = int(str(records[0].data["job"])), int(str(records[0].data["restart"]))
         try:
             job: Job | None = await self.slurm.read_job(raw_id)
-        except SlurmUnreachable:
-            raise
-        except SlurmError:
+        except SlurmRefused:
             job = None
         for name in _list_reserved(records):
             await self._delete(job, name)
@@ -386,9 +384,7 @@ class Recoveries:
             if job is not None and not job.has_ended and job.reservation == name:
                 await self.slurm.detach_reservation(job)
             await self.slurm.delete_reservation(name)
-        except SlurmUnreachable:
-            raise
-        except SlurmError as exc:
+        except SlurmRefused as exc:
             log.warning("reservation %s could not be deleted: %s", name, exc)
 
     async def _fence_again(self, host: str, recovery: Recovery) -> None:

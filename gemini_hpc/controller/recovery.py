@@ -39,7 +39,7 @@ from gemini_hpc.controller.reservation import Held
 from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.controller.withheld import FENCE, REQUEUE
 from gemini_hpc.core.rescue import LIMIT_S
-from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm import SlurmError, SlurmRefused, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import PENDING, RUNNING, SLURMD_TIMEOUT_S, Job, Node
 from gemini_hpc.wire.inspect_schema import InspectAsk
 from gemini_hpc.wire.ports import list_candidates as agent_ports
@@ -554,9 +554,7 @@ class Recovery:
         self.write_journal("requeue", "before", state=job.state)
         try:
             await self._home.slurm.requeue_job(job)
-        except SlurmUnreachable:
-            raise
-        except SlurmError as exc:
+        except SlurmRefused as exc:
             # Slurm may have been faster: the batch host's registration shows its boot. The job is followed in the
             # same way, and its reservation stays.
             self.write_journal("requeue", "failed", error=str(exc))

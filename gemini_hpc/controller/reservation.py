@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from gemini_hpc import clock
 from gemini_hpc.controller.requeue_rules import find_candidates
 from gemini_hpc.core.numbers import parse_number
-from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm import SlurmRefused, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import RUNNING, Job, Node, Reservation
 
@@ -118,7 +118,7 @@ class Held:
             except SlurmUnreachable:
                 self._doubtful = name
                 raise
-            except SlurmError as exc:
+            except SlurmRefused as exc:
                 self.write_journal("reserve", "failed", name=name, error=str(exc))
                 self.log_event("reserve_refused", "", f"{','.join(chosen)}: {exc}")
                 continue
@@ -154,9 +154,7 @@ class Held:
             self.write_journal("take", "before", name=other.name, nodes=sorted(own_survivors))
             try:
                 await self.slurm.change_reservation(other.name, rest)
-            except SlurmUnreachable:
-                raise
-            except SlurmError as exc:
+            except SlurmRefused as exc:
                 self.log_event(
                     "reserve_refused", "", f"{','.join(sorted(own_survivors))} stay in {other.name}: {exc}"
                 )
@@ -200,9 +198,7 @@ class Held:
         self.write_journal("reserve", "before", name=self.name, nodes=chosen)
         try:
             await self.slurm.change_reservation(self.name, chosen)
-        except SlurmUnreachable:
-            raise
-        except SlurmError as exc:
+        except SlurmRefused as exc:
             self.log_once("widen_refused", "", f"{','.join(chosen)}: {exc}")
             return False
         self.write_journal("reserve", "after", name=self.name)
@@ -223,9 +219,7 @@ class Held:
             if job.reservation == name:
                 self.write_journal("detach", "before", name=name)
                 await self.slurm.detach_reservation(job)
-        except SlurmUnreachable:
-            raise
-        except SlurmError as exc:
+        except SlurmRefused as exc:
             self.write_journal("detach", "failed", error=str(exc))
         self.write_journal("delete", "before", name=name)
         for pause_s in (0.05, 0.1, 0.2, 0.5, 1.0, 0.0):
@@ -254,9 +248,7 @@ class Held:
                     self.write_journal("evict", "before", name=name, job=row.raw_id)
                     await self.slurm.detach_reservation(job)
                     self.log_event("foreign_detached", "", f"job {job.id} had put itself into {name}")
-            except SlurmUnreachable:
-                raise
-            except SlurmError as exc:
+            except SlurmRefused as exc:
                 self.log_once("foreign_left", "", f"job {row.raw_id} is in {name}: {exc}")
 
     async def release_reservation(self) -> None:

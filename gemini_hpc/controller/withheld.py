@@ -16,7 +16,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.files import replace_file
-from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.api import SlurmReading
 from gemini_hpc.slurm.facts import CANCELLED, COMPLETED, FAILED, NODE_FAIL, SLURMD_TIMEOUT_S, Job, Node
 
@@ -216,7 +216,5 @@ class Withheld:
 async def _find_job(slurm: SlurmReading, raw_id: int) -> Job | None:
     try:
         return await slurm.read_job(raw_id)
-    except SlurmUnreachable:
-        raise
     except UnknownJob:
         return None

@@ -1,6 +1,6 @@
 """The controller's interface to Slurm, implemented by the one client and by its test doubles.
 
-Each method is documented in its implementation (`slurm.Slurm`). All methods raise `SlurmError` if Slurm
+Each method is documented in its implementation (`slurm.Slurm`). All methods raise `SlurmRefused` if Slurm
 refuses, and `SlurmUnreachable` if Slurm does not answer.
 """
 

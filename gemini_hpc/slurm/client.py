@@ -20,7 +20,7 @@ from typing import TypeVar
 from gemini_hpc import clock
 from gemini_hpc.core.numbers import JOB_ID
 from gemini_hpc.slurm import accounting, fields, ways
-from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob, build_error
+from gemini_hpc.slurm.errors import SlurmRefused, SlurmUnreachable, UnknownJob, build_error
 from gemini_hpc.slurm.facts import COMPLETING, PENDING, Job, Node, Reservation, SlurmConfig, WatchedJob
 from gemini_hpc.slurm.fair_queue import FairGate
 from gemini_hpc.slurm.json_form import JsonReader
@@ -55,7 +55,7 @@ _START = re.compile(r"now(\+[0-9]{1,6})?")
 def find_tool(name: str) -> str:
     """Return the absolute path of a Slurm command.
 
-    Raises `SlurmError`, which names the directories that were searched.
+    Raises `SlurmRefused`, which names the directories that were searched.
     """
     places = list(_DIRECTORIES)
     conf = os.environ.get("SLURM_CONF", "")
@@ -66,7 +66,7 @@ def find_tool(name: str) -> str:
         path = os.path.join(place, name)
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
-    raise SlurmError(f"{name} was not found in {', '.join(places)}: install Slurm's commands or set SLURM_CONF")
+    raise SlurmRefused(f"{name} was not found in {', '.join(places)}: install Slurm's commands or set SLURM_CONF")
 
 
 def _build_environment() -> dict[str, str]:
@@ -82,7 +82,7 @@ def _join_names(names: Iterable[str]) -> str:
     out = list(names)
     for name in out:
         if not _SAFE_NAME.fullmatch(name):
-            raise SlurmError(f"{name!r} is not a node name")
+            raise SlurmRefused(f"{name!r} is not a node name")
     return ",".join(out)
 
 
@@ -92,7 +92,7 @@ def _clean_text(text: str) -> str:
 
 def _check_value(pattern: re.Pattern[str], value: str, what: str) -> str:
     if not pattern.fullmatch(value):
-        raise SlurmError(f"{value!r} is not {what}")
+        raise SlurmRefused(f"{value!r} is not {what}")
     return value
 
 
@@ -237,7 +237,7 @@ class Slurm:
             await reader.close()
 
     async def read_job(self, raw_id: int) -> Job:
-        """Return one job by its raw id. Raises `UnknownJob`, `SlurmUnreachable`, `SlurmError`."""
+        """Return one job by its raw id. Raises `UnknownJob`, `SlurmUnreachable`, `SlurmRefused`."""
         return await self._read_by_either(lambda reader: reader.read_job(raw_id), lambda: self._read_job(raw_id))
 
     async def _read_job(self, raw_id: int) -> Job:
@@ -246,7 +246,7 @@ class Slurm:
         if not found:
             raise UnknownJob(f"job {raw_id} is not known")
         if len(found) > 1:
-            raise SlurmError(f"job {raw_id}: Slurm's answer names it {len(found)} times")
+            raise SlurmRefused(f"job {raw_id}: Slurm's answer names it {len(found)} times")
         return fields.build_job(found[0])
 
     async def read_excluded(self, raw_id: int) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ class Slurm:
         return fields.parse_excluded(out.decode(errors="replace"), raw_id)
 
     async def find_raw_id(self, task: str) -> int:
-        """Return the raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmError`."""
+        """Return the raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmRefused`."""
         out = await self._run_squeue("-j", _check_value(JOB_ID, task, "a job id"), "-O", fields.IDS_FORMAT)
         for raw_id, name in fields.parse_ids(out):
             if task in (name, str(raw_id)):
@@ -366,7 +366,7 @@ class Slurm:
     async def read_history(self, days: int) -> str:
         """Return accounting's rows on all jobs that this user may see, in the form that `accounting` parses.
 
-        Raises `SlurmError` if there is no accounting.
+        Raises `SlurmRefused` if there is no accounting.
         """
         return await self._run_tool("sacct", *accounting.ARGUMENTS, "-S", f"now-{int(days)}days")
 
@@ -396,18 +396,18 @@ class Slurm:
             await self._set_node_state(name, state, reason)
         node = (await self._read_nodes((name,)))[name]
         if not node.is_down:
-            raise SlurmError(f"node {name} was set DOWN, but is {node.state}")
+            raise SlurmRefused(f"node {name} was set DOWN, but is {node.state}")
         return node
 
     async def drain_node(self, name: str, reason: str) -> None:
         """Drain a node: no new job begins there, and running jobs continue.
 
-        Raises `SlurmError` if the node is not drained afterwards.
+        Raises `SlurmRefused` if the node is not drained afterwards.
         """
         await self._set_node_state(name, "DRAIN", reason)
         node = (await self._read_nodes((name,)))[name]
         if "DRAIN" not in node.flags:
-            raise SlurmError(f"node {name} was drained, but is {node.state}")
+            raise SlurmRefused(f"node {name} was drained, but is {node.state}")
 
     async def resume_node(self, name: str) -> None:
         """Resume a node that was drained in error."""
@@ -434,7 +434,7 @@ class Slurm:
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         """Reserve nodes for one user, regardless of the jobs that run there.
 
-        Raises `SlurmError`, for example if another reservation overlaps.
+        Raises `SlurmRefused`, for example if another reservation overlaps.
         """
         await self._run_tool(
             "scontrol",
@@ -451,7 +451,7 @@ class Slurm:
     async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
         """Replace a reservation's nodes in one step, so that no node is free in between.
 
-        Raises `SlurmError`, for example if another reservation overlaps.
+        Raises `SlurmRefused`, for example if another reservation overlaps.
         """
         checked = _check_value(_SAFE_NAME, name, "a reservation name")
         await self._run_tool("scontrol", "update", f"ReservationName={checked}", f"Nodes={_join_names(nodes)}")
@@ -464,9 +464,7 @@ class Slurm:
         checked = _check_value(_SAFE_NAME, name, "a reservation name")
         try:
             await self._run_tool("scontrol", "delete", f"ReservationName={checked}")
-        except SlurmUnreachable:
-            raise
-        except SlurmError:
+        except SlurmRefused:
             return name not in {r.name for r in await self.read_reservations()}
         return True
 
@@ -484,7 +482,7 @@ class Slurm:
         after = await self.read_job(job.raw_id)
         if set(after.req_nodes) != set(nodes) or after.reservation != reservation:
             found = ",".join(after.req_nodes) or "none"
-            raise SlurmError(f"job {job.id} was pinned to {_join_names(nodes)} and has {found}")
+            raise SlurmRefused(f"job {job.id} was pinned to {_join_names(nodes)} and has {found}")
         return after
 
     async def set_start_time(self, job: Job, start: str) -> None:
@@ -507,7 +505,7 @@ class Slurm:
     async def hold_job(self, job: Job, why: str) -> None:
         """Hold a pending job until its owner or an operator releases it; `why` becomes its AdminComment."""
         if not job.is_actable:
-            raise SlurmError(f"job {job.id}: a hold would hold other jobs too")
+            raise SlurmRefused(f"job {job.id}: a hold would hold other jobs too")
         await self._run_tool("scontrol", "uhold", _check_value(JOB_ID, job.id, "a job id"))
         await self._update_job(job, f"AdminComment={_clean_text(f'gemini-hpc: held: {why}')}")
 
@@ -522,9 +520,9 @@ class Slurm:
             prefix: A comment that begins so is one of ours and is replaced.
         """
         if not _SAFE_LINE.fullmatch(line):
-            raise SlurmError(f"{line!r} is not an AdminComment")
+            raise SlurmRefused(f"{line!r} is not an AdminComment")
         if not job.is_actable:
-            raise SlurmError(f"job {job.id}: an update would change other jobs too")
+            raise SlurmRefused(f"job {job.id}: an update would change other jobs too")
         if not await self.has_accounting():
             return
         raw_id = str(int(job.raw_id))
@@ -553,5 +551,5 @@ class Slurm:
 
     async def _update_job(self, job: Job, *changes: str) -> None:
         if not job.is_actable:
-            raise SlurmError(f"job {job.id}: an update would change other jobs too")
+            raise SlurmRefused(f"job {job.id}: an update would change other jobs too")
         await self._run_tool("scontrol", "update", f"JobId={_check_value(JOB_ID, job.id, 'a job id')}", *changes)

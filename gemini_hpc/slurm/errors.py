@@ -2,10 +2,14 @@
 
 
 class SlurmError(Exception):
-    """The error that Slurm refuses a request; the text is Slurm's own."""
+    """The base of all errors between this package and Slurm."""
 
 
-class UnknownJob(SlurmError):
+class SlurmRefused(SlurmError):
+    """The error that Slurm refuses a request, or that its answer is of no use; the text is mostly Slurm's own."""
+
+
+class UnknownJob(SlurmRefused):
     """The error that Slurm does not know this job, or no longer knows it."""
 
 
@@ -23,4 +27,4 @@ def build_error(text: str, command: str) -> SlurmError:
     standby = ("standby mode", "in standby")
     if any(word in low for word in contact + standby):
         return SlurmUnreachable(message)
-    return SlurmError(message)
+    return SlurmRefused(message)

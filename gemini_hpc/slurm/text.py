@@ -12,7 +12,7 @@ import re
 import time
 
 from gemini_hpc.core import hostlist
-from gemini_hpc.slurm.errors import SlurmError
+from gemini_hpc.slurm.errors import SlurmRefused
 from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, Node, Reservation, SlurmConfig, WatchedJob
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=")
@@ -22,7 +22,7 @@ _NODE_TEXTS = frozenset(("Comment", "Extra", "Reason"))
 _NONE = frozenset(("", "(null)", "None", "none", "N/A", "n/a", "Unknown", "NONE"))
 
 
-class ParseError(SlurmError):
+class ParseError(SlurmRefused):
     """The error that a Slurm command's output cannot be read, or is ambiguous."""
 
 

@@ -8,24 +8,24 @@ from typing import Protocol
 
 import msgspec
 
-from gemini_hpc.slurm.errors import SlurmError
+from gemini_hpc.slurm.errors import SlurmRefused
 from gemini_hpc.slurm.facts import Job, Node
 
 COMMANDS, JSON, PYSLURM = "commands", "json", "pyslurm"
 
 
-class Surprise(SlurmError):
+class Surprise(SlurmRefused):
     """The error that an API does not work as expected here; it is replaced by Slurm's commands from then on."""
 
 
-class Unreadable(SlurmError):
+class Unreadable(SlurmRefused):
     """The error that one answer cannot be read, perhaps because of a person's text; commands are used this once."""
 
 
 class ApiReader(Protocol):
     """A reader of Slurm by an API other than the commands.
 
-    All methods raise `SlurmError` if Slurm refuses, `SlurmUnreachable`, `Unreadable` and `Surprise`.
+    All methods raise `SlurmRefused` if Slurm refuses, `SlurmUnreachable`, `Unreadable` and `Surprise`.
     """
 
     name: str

@@ -10,7 +10,7 @@ from gemini_hpc.cli import frame
 from gemini_hpc.cli.main import main
 from gemini_hpc.config import ConfigError
 from gemini_hpc.query.ask import QueryError
-from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm import SlurmRefused
 
 ARGS = argparse.Namespace(json=False)
 
@@ -22,7 +22,7 @@ ARGS = argparse.Namespace(json=False)
         (frame.UsageError("no\x1b[3m"), 2),
         (ConfigError("no\x1b[3m"), 1),
         (QueryError("no\x1b[3m"), 1),
-        (SlurmError("no\x1b[3m"), 1),
+        (SlurmRefused("no\x1b[3m"), 1),
         (FileNotFoundError("no\x1b[3m"), 1),
     ],
 )

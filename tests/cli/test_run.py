@@ -21,7 +21,7 @@ from gemini_hpc.cli import run as verb
 from gemini_hpc.cli import sendback
 from gemini_hpc.core.attempts import End
 from gemini_hpc.launch.signals import SENT
-from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm import SlurmRefused
 from gemini_hpc.wire import local
 
 Attempt = Callable[..., tuple[int, int, str]]
@@ -310,7 +310,7 @@ class Asked:
 
     async def requeue_job(self, job: SimpleNamespace) -> None:
         if self.refuses:
-            raise SlurmError("not now")
+            raise SlurmRefused("not now")
         self.requeued.append(job.id)
 
 

@@ -15,7 +15,7 @@ import pytest
 from gemini_hpc import operators
 from gemini_hpc.controller.access import Accounting
 from gemini_hpc.operators import Operators, is_listed
-from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm import SlurmError, SlurmRefused
 from gemini_hpc.slurm.text import parse_admin_level, parse_config
 
 from .fake_slurm import FakeSlurm
@@ -156,7 +156,7 @@ def test_operators_of_slurmdbd() -> None:
         ("slurmdbd", "games|Operator|x\n", False),
         ("slurmdbd", "games|None\ngames|Operator\n", False),
         ("slurmdbd", "xgames|Operator\ngames|None\n", False),
-        ("slurmdbd", SlurmError("sacctmgr: error: Unable to connect to the database"), False),
+        ("slurmdbd", SlurmRefused("sacctmgr: error: Unable to connect to the database"), False),
         ("none", "games|Operator\n", False),
     ]
     for case in cases:

@@ -22,7 +22,7 @@ from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import Registry
 from gemini_hpc.query.summary_line import PREFIX, build_summary_line
-from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable
+from gemini_hpc.slurm import Slurm, SlurmError, SlurmRefused, SlurmUnreachable
 from gemini_hpc.slurm import client as slurm_client
 from gemini_hpc.slurm.facts import Job, WatchedJob
 from gemini_hpc.wire.inspect_schema import EventRecord
@@ -102,7 +102,7 @@ class Ending(FakeSlurm):
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
         self.noted.append(f"{job.state} {line}")
         if self.refuses:
-            raise SlurmError("Access/permission denied")
+            raise SlurmRefused("Access/permission denied")
 
 
 @pytest.mark.parametrize("refuses", [False, True])

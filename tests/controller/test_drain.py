@@ -16,7 +16,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query import ask
 from gemini_hpc.query.drain import UNPROTECTED, Outlook, predict_outlook
 from gemini_hpc.query.inspect_document import Document, build_inspect_document
-from gemini_hpc.slurm import Slurm, SlurmError
+from gemini_hpc.slurm import Slurm, SlurmRefused
 from gemini_hpc.slurm.facts import Job
 from gemini_hpc.wire import own_key
 from gemini_hpc.wire.flush import Flushing
@@ -124,7 +124,7 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     async def again(self: Slurm, job: Job) -> None:
         if told.refusal:
-            raise SlurmError(told.refusal)
+            raise SlurmRefused(told.refusal)
         told.done.append(job.raw_id)
 
     monkeypatch.setattr(ask, "flush", lambda settings, raw_id, report: told.saved)

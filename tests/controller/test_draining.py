@@ -12,7 +12,7 @@ import pytest
 
 from gemini_hpc.controller.planned_drains import LOOK_S, DrainWatch
 from gemini_hpc.controller.registry import ConnectedAgent, StoredJob, Track
-from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm import SlurmError, SlurmRefused
 from gemini_hpc.slurm.facts import Job, Node
 from gemini_hpc.slurm.text import parse_node
 from gemini_hpc.wire.controller import Draining
@@ -39,7 +39,7 @@ class Scene(FakeSlurm):
 
     async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         if self.dumb:
-            raise SlurmError("no answer")
+            raise SlurmRefused("no answer")
         self.asked.append(list(names))
         lines = {name: f"NodeName={name} NodeAddr={name} CPUTot=4 State={self.states[name]}" for name in names}
         return {name: parse_node(line) for name, line in lines.items()}

@@ -106,7 +106,7 @@ def test_a_job_without_nodes_has_its_agents_where_the_controller_says(monkeypatc
 
 def test_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(*_: Any) -> Any:
-        raise slurm.SlurmError("timed out")
+        raise slurm.SlurmRefused("timed out")
 
     world = World("", {}, known="a")
     monkeypatch.setattr(world, "addresses", silent)

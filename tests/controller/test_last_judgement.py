@@ -21,7 +21,7 @@ from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.probe import ProbeResult
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import Registry, Track
-from gemini_hpc.slurm import SlurmError, SlurmUnreachable
+from gemini_hpc.slurm import SlurmRefused, SlurmUnreachable
 from gemini_hpc.slurm.facts import Job, Node, Reservation, WatchedJob
 from gemini_hpc.wire.controller import Report
 
@@ -62,7 +62,7 @@ class TwoJobs(HalfDone):
     async def requeue_job(self, job: Job) -> None:
         self.jobs[job.raw_id] = dataclasses.replace(job, state="PENDING", restarts=job.restarts + 1)
         if self.requeue_refused:
-            raise SlurmError(self.requeue_refused)
+            raise SlurmRefused(self.requeue_refused)
 
     async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.done.append(f"pin {','.join(nodes)}")

@@ -17,7 +17,7 @@ from gemini_hpc.controller.probe import ProbeHistory, ProbeResult, Target
 from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.reservation import Held
 from gemini_hpc.controller.survivors import Fence, Survivors
-from gemini_hpc.slurm import SlurmError, SlurmUnreachable
+from gemini_hpc.slurm import SlurmRefused, SlurmUnreachable
 from gemini_hpc.slurm.facts import Job, Node, Reservation, WatchedJob
 from gemini_hpc.slurm.text import parse_node
 
@@ -60,7 +60,7 @@ class ScriptedSlurm(FakeSlurm):
     async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
         assert self.held[name]
         if any(set(nodes) & set(v) for k, v in self.held.items() if k != name):
-            raise SlurmError("Requested nodes are busy")
+            raise SlurmRefused("Requested nodes are busy")
         self.held[name] = list(nodes)
         self.done.append(f"change {','.join(nodes)}")
 
@@ -69,7 +69,7 @@ class ScriptedSlurm(FakeSlurm):
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         if any(set(nodes) & set(v) for v in self.held.values()):
-            raise SlurmError("Requested nodes are busy")
+            raise SlurmRefused("Requested nodes are busy")
         self.held[name] = list(nodes)
         self.done.append(f"reserve {','.join(nodes)}")
 

@@ -14,7 +14,7 @@ from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons, read_visits
 from gemini_hpc.controller.sick_nodes import RedNodeCase, SickNodeDrains, explain_refusal
 from gemini_hpc.controller.withheld import Withheld
-from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm import SlurmRefused
 from gemini_hpc.slurm.facts import Node
 from gemini_hpc.slurm.text import parse_node
 from gemini_hpc.wire.controller import HealthVerdict, RedNode
@@ -77,7 +77,7 @@ class Scene(FakeSlurm):
 
     async def drain_node(self, name: str, reason: str) -> None:
         if self.refuses:
-            raise SlurmError("no")
+            raise SlurmRefused("no")
         self.drained[name] = reason
 
     def judge(self, *hosts: str, verdict: HealthVerdict = HealthVerdict.RED) -> list[str]:

@@ -25,7 +25,7 @@ from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.registry import Registry
 from gemini_hpc.controller.reservation import PREFIX
 from gemini_hpc.controller.server import Controller
-from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm import SlurmRefused, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import Job, Node, Reservation, SlurmConfig, WatchedJob
 from gemini_hpc.slurm.text import parse_node
 from gemini_hpc.wire.controller import Report
@@ -397,7 +397,7 @@ def test_a_node_that_slurm_has_no_record_of_any_more_is_done_with(tmp_path: Path
     class Removed(Reserving):
         async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
             if "n2" in list(names):
-                raise SlurmError("Node n2 not found")
+                raise SlurmRefused("Node n2 not found")
             return {n: node for n, node in self.all.items() if n != "n2"}
 
     async def work() -> None:
@@ -430,7 +430,7 @@ def test_a_takeover_that_slurm_always_refuses_is_given_up_and_told(
         async def refused(*_: object) -> None:
             calls.append(1)
             # No answer is no refusal, however often.
-            raise SlurmUnreachable("no answer") if len(calls) < 10 else SlurmError("no")
+            raise SlurmUnreachable("no answer") if len(calls) < 10 else SlurmRefused("no")
 
         monkeypatch.setattr(home, "_resume_one", refused)
         await settled(home)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from gemini_hpc import clock
 from gemini_hpc.slurm.api import SlurmApi
-from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable
+from gemini_hpc.slurm.errors import SlurmError, SlurmRefused, SlurmUnreachable
 from gemini_hpc.slurm.facts import (
     CANCELLED,
     COMPLETED,
@@ -206,7 +206,7 @@ class SimSlurm(SlurmApi):
         await self._change("down", name, lambda: self._ctld.set_down(name))
         node = (await self.read_nodes([name]))[name]
         if not node.is_down:
-            raise SlurmError(f"node {name} was set DOWN, but is {node.state}")
+            raise SlurmRefused(f"node {name} was set DOWN, but is {node.state}")
         return node
 
     async def drain_node(self, name: str, reason: str) -> None:
@@ -228,7 +228,7 @@ class SimSlurm(SlurmApi):
         self._ctld.known(nodes)
         others = [r for r in self._ctld.state.reservations.values() if r.name != name and set(r.nodes) & set(nodes)]
         if not nodes or others:
-            raise SlurmError("Requested nodes are busy: the reservation overlaps another one")
+            raise SlurmRefused("Requested nodes are busy: the reservation overlaps another one")
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         def create() -> None:
@@ -243,7 +243,7 @@ class SimSlurm(SlurmApi):
     async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
         def change() -> None:
             if name not in self._ctld.state.reservations:
-                raise SlurmError("Requested reservation is invalid")
+                raise SlurmRefused("Requested reservation is invalid")
             self._overlap(name, nodes)
             self._ctld.state.reservations[name].nodes = list(nodes)
 
@@ -252,16 +252,14 @@ class SimSlurm(SlurmApi):
     async def delete_reservation(self, name: str) -> bool:
         def delete() -> None:
             if name not in self._ctld.state.reservations:
-                raise SlurmError("Requested reservation is invalid")
+                raise SlurmRefused("Requested reservation is invalid")
             if any(j.reservation == name and (j.state == PENDING or j.state in ACTIVE) for j in self._jobs()):
-                raise SlurmError("Requested reservation is busy")
+                raise SlurmRefused("Requested reservation is busy")
             del self._ctld.state.reservations[name]
 
         try:
             await self._change("delete", name, delete)
-        except SlurmUnreachable:
-            raise
-        except SlurmError:
+        except SlurmRefused:
             return name not in {r.name for r in await self.read_reservations()}
         return True
 
@@ -269,26 +267,26 @@ class SimSlurm(SlurmApi):
         """Raises `SlurmError` unless it waits, or is on its way to that."""
         job = self._ctld.find(raw_id)
         if job.state != PENDING:
-            raise SlurmError("Job is no longer pending execution")
+            raise SlurmRefused("Job is no longer pending execution")
         return job
 
     def _allowed(self, job: JobRecord, reservation: str) -> None:
         held = self._ctld.state.reservations.get(reservation)
         if reservation and (held is None or held.user_id != job.user_id):
-            raise SlurmError("Requested reservation is invalid")
+            raise SlurmRefused("Requested reservation is invalid")
 
     async def pin_job(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         def pin() -> None:
             record = self._pending(job.raw_id)
             self._allowed(record, reservation)
             if len(self._ctld.known(nodes)) > record.num_nodes:
-                raise SlurmError("Requested node configuration is not available")
+                raise SlurmRefused("Requested node configuration is not available")
             record.req_nodes, record.reservation = list(nodes), reservation
 
         await self._change("update", job.id, pin)
         after = await self.read_job(job.raw_id)
         if set(after.req_nodes) != set(nodes) or after.reservation != reservation:
-            raise SlurmError(f"job {job.id} was pinned to {','.join(nodes)} and has {','.join(after.req_nodes)}")
+            raise SlurmRefused(f"job {job.id} was pinned to {','.join(nodes)} and has {','.join(after.req_nodes)}")
         return after
 
     async def set_start_time(self, job: Job, start: str) -> None:
@@ -326,7 +324,7 @@ class SimSlurm(SlurmApi):
         def requeue() -> None:
             record = self._ctld.find(job.raw_id)
             if record.completing or record.state == PENDING:
-                raise SlurmError("Job is pending or completing")
+                raise SlurmRefused("Job is pending or completing")
             if record.state in ACTIVE:
                 self._ctld.kill_job(record, PENDING)
             elif record.state in (FAILED, NODE_FAIL, COMPLETED, CANCELLED):

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from gemini_hpc.slurm.errors import SlurmError, UnknownJob
+from gemini_hpc.slurm.errors import SlurmRefused, UnknownJob
 from gemini_hpc.slurm.facts import (
     CANCELLED,
     COMPLETED,
@@ -467,7 +467,7 @@ class Slurmctld:
         """Raises `SlurmError`."""
         found = list(names)
         if unknown := [n for n in found if n not in self.state.nodes]:
-            raise SlurmError(f"Node {unknown[0]} not found")
+            raise SlurmRefused(f"Node {unknown[0]} not found")
         return found
 
     def job_facts(self, raw_id: int) -> Job:
