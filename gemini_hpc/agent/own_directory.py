@@ -8,13 +8,13 @@ agent does not look inside.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 from contextlib import suppress
 from typing import Literal
 
 from gemini_hpc.node import mounts, spawn
+from gemini_hpc.node.file_lock import acquire_lock_within
 
 SOCKET = "agent.sock"
 _NAME = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -47,7 +47,7 @@ class OwnDirectory:
             OSError: The directory cannot be opened.
         """
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        if not _lock(fd):
+        if not acquire_lock_within(fd):
             os.close(fd)
             return False
         self._fd, self._mount = fd, _find_mount(fd)
@@ -112,7 +112,7 @@ class OwnDirectory:
             OSError: The new directory cannot be used.
         """
         new_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=seen)
-        if not _lock(new_fd):
+        if not acquire_lock_within(new_fd):
             os.close(new_fd)
             return False
         before, self._fd = self._fd, new_fd
@@ -139,14 +139,6 @@ def _find_mount(fd: int) -> int:
         return mounts.read_mount_number(fd)
     except OSError:
         return -1
-
-
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _has_socket(fd: int) -> bool:

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 
+from gemini_hpc.node.mounts import parse_mountinfo
+
 _HELD = re.compile(r"^lock:\s+[0-9]+: FLOCK\s+ADVISORY\s+WRITE\s", re.M)
-_FIELD = re.compile(r"\\([0-7]{3})")
 _MAX_BYTES = 16 << 20
 
 
@@ -82,12 +83,8 @@ def find_file_system(path: str, mounts: str = "") -> str:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
             mounts = f.read(_MAX_BYTES)
     best, device = "", ""
-    for line in mounts.splitlines():
-        fields = line.split(" ")
-        if len(fields) < 6:
-            continue
-        point = _FIELD.sub(lambda m: chr(int(m[1], 8)), fields[4])
-        within = real == point or real.startswith(point.rstrip("/") + "/")
-        if within and len(point) >= len(best):  # a later mount at the same place covers the earlier one
-            best, device = point, fields[2]
+    for mount in parse_mountinfo(mounts):
+        within = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        if within and len(mount.point) >= len(best):  # a later mount at the same place covers the earlier one
+            best, device = mount.point, mount.device
     return device

@@ -8,18 +8,18 @@ removes there.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 
 from gemini_hpc import clock
 from gemini_hpc.node import mounts
 from gemini_hpc.node.complaint import log_fault
+from gemini_hpc.node.file_lock import acquire_lock_within
 
 ENTRIES_MAX = 4096
 DEPTH_MAX = 16
 REMOVE_TIMEOUT_S = 2.0  # a user can make a directory arbitrarily large, and a prolog waits for its removal
-LOCK_TIMEOUT_S = 2.0  # a user may hold the lock (`_wait_for_lock`)
+LOCK_TIMEOUT_S = 2.0  # if the lock's directory is not root's, any user can hold the lock
 
 RUN_OPTIONS = "mode=0755,size=64m,nr_inodes=16384"
 JOB_OPTIONS = "mode=0700,size=16m,nr_inodes=512"
@@ -70,7 +70,7 @@ def _create_run_dir(path: str) -> None:
     except OSError as exc:
         raise JobDirError(f"{path}.lock could not be made: {exc.strerror}") from None
     try:
-        _wait_for_lock(lock)
+        acquire_lock_within(lock, LOCK_TIMEOUT_S)  # without the lock, the mount is made all the same
         os.mkdir(path, 0o755)
         fd = os.open(path, _DIRECTORY)
         try:
@@ -85,21 +85,6 @@ def _create_run_dir(path: str) -> None:
         os.close(lock)
     if problem:
         log_fault("prolog", 0, f"{path} has no file system of its own ({problem}): users can fill the one it is on")
-
-
-def _wait_for_lock(lock: int) -> None:
-    """Wait for another prolog's mount, at most LOCK_TIMEOUT_S.
-
-    The time is bounded: if the lock's directory is not root's, any user who can open the lock file can hold it.
-    """
-    deadline = clock.monotonic() + LOCK_TIMEOUT_S
-    while clock.monotonic() < deadline:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            clock.sleep(0.01)
-        else:
-            return
 
 
 def _is_mounted(path: str) -> bool:

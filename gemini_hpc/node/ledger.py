@@ -9,7 +9,6 @@ are ignored.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -17,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from gemini_hpc import clock
 from gemini_hpc.node.cgroup import NO_GROUP, AgentCgroup
+from gemini_hpc.node.file_lock import acquire_lock_within
 
 SUFFIX = ".agents"
 LOCK_TIMEOUT_S = 4.0  # no process holds the lock for long, since none waits under it
@@ -184,12 +183,10 @@ def acquire_lock(run_dir: str, name: str) -> int:
         OSError: There is no ledger yet.
     """
     fd = os.open(f"{locate_directory(run_dir)}/{name}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return -1
-    return fd
+    if acquire_lock_within(fd):
+        return fd
+    os.close(fd)
+    return -1
 
 
 @contextmanager
@@ -210,15 +207,8 @@ def open_ledger(run_dir: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Led
         info = os.fstat(fd)
         if info.st_uid != 0 or info.st_mode & 0o077:
             raise OSError(1, f"{path} is not root's alone")
-        deadline = clock.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if clock.monotonic() > deadline:
-                    raise TimeoutError(f"{path} is locked") from None
-                clock.sleep(0.01)
+        if not acquire_lock_within(fd, timeout_s):
+            raise TimeoutError(f"{path} is locked")
         yield Ledger(fd)
     finally:
         os.close(fd)

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gemini_hpc.node.mounts import Mount, parse_mountinfo
+
 DEFAULT_PATH = "/gemini-hpc"
 NONE = "none"
 _MANAGER = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager")
@@ -30,7 +32,6 @@ _WEIGHT = "100"  # the default weight of a v2 cgroup; v1's default shares are 10
 _SHARES = "1024"
 # null, zero, full, random, urandom, the controlling terminal: no device that computes, stores or reaches a network.
 _DEVICES = ("c 1:3 rwm", "c 1:5 rwm", "c 1:7 rwm", "c 1:8 rwm", "c 1:9 rwm", "c 5:0 rwm")
-_OCTAL = re.compile(r"\\([0-7]{3})")
 _SCOPE = re.compile(r"geminihpc-[0-9]+-[0-9]+\.scope")
 
 
@@ -101,12 +102,11 @@ def parse_place(cgroup: str, mountinfo: str) -> Place | None:
         mount = _find_mount(mountinfo, version)
         if mount is None:
             continue
-        point, root, writable = mount
-        if root not in ("/", path) and not path.startswith(root + "/"):
+        if mount.root not in ("/", path) and not path.startswith(mount.root + "/"):
             continue  # a container may mount only a part of the hierarchy, without this process's cgroup
-        below = path if root == "/" else path[len(root) :] or "/"
+        below = path if mount.root == "/" else path[len(mount.root) :] or "/"
         if ".." not in below.split("/"):
-            return Place(version, point, below, writable)
+            return Place(version, mount.point, below, "ro" not in mount.options)
     return None
 
 
@@ -124,27 +124,15 @@ def _parse_memory_paths(cgroup: str) -> list[tuple[int, str]]:
     return found
 
 
-def _find_mount(mountinfo: str, version: int, controller: str = "memory") -> tuple[str, str, bool] | None:
-    """Return (mount point, root within the hierarchy, writable) of the topmost mount; for v1, of that controller."""
-    found: tuple[str, str, bool] | None = None
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, source = left.split(" "), right.split(" ")
-        if len(fields) < 6 or len(source) < 3:
-            continue
-        wanted = (
-            source[0] == "cgroup2" if version == 2 else source[0] == "cgroup" and controller in source[2].split(",")
-        )
-        if wanted:
-            point, root = _decode_octal(fields[4]), _decode_octal(fields[3])
-            if found is None or point == found[0]:  # a later mount covers an earlier one on the same point
-                writable = "ro" not in fields[5].split(",") and "ro" not in source[2].split(",")
-                found = (point, root, writable)
+def _find_mount(mountinfo: str, version: int, controller: str = "memory") -> Mount | None:
+    """Return the topmost mount of the hierarchy; for v1, of that controller."""
+    found: Mount | None = None
+    for mount in parse_mountinfo(mountinfo):
+        wanted = mount.kind == "cgroup2" if version == 2 else mount.kind == "cgroup" and controller in mount.options
+        # a later mount covers an earlier one on the same point
+        if wanted and (found is None or mount.point == found.point):
+            found = mount
     return found
-
-
-def _decode_octal(text: str) -> str:
-    return _OCTAL.sub(lambda m: chr(int(m[1], 8)), text)
 
 
 def choose_cgroup(place: Place | None, setting: str, *, systemd: bool) -> Choice:
@@ -242,10 +230,10 @@ def plan_other_hierarchies(mountinfo: str, below: str, job: int) -> dict[str, li
     made: dict[str, list[CgroupWrite]] = {}
     for controller, values in settings.items():
         mount = _find_mount(mountinfo, 1, controller)
-        if mount is None or not mount[2]:
+        if mount is None or "ro" in mount.options:
             continue
         parts = [*below.strip("/").split("/"), str(job)]
-        each = ["/".join([mount[0], *parts[: n + 1]]) for n in range(len(parts))]
+        each = ["/".join([mount.point, *parts[: n + 1]]) for n in range(len(parts))]
         steps = [CgroupWrite(path) for path in each] if each[-1] not in made else made[each[-1]]
         made[each[-1]] = [*steps, *(CgroupWrite(f"{each[-1]}/{name}", text, needed=False) for name, text in values)]
     return made

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 SOURCE = "gemini-hpc"
@@ -21,12 +22,25 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A line of /proc/self/mountinfo."""
+    """A line of /proc/self/mountinfo.
+
+    Attributes:
+        number: The kernel's number of the mount.
+        point: Mount point.
+        kind: Type of the file system.
+        source: What is mounted.
+        device: Device of the file system, as `major:minor`.
+        root: Directory within the file system that is mounted.
+        options: Options of the mount and of the file system.
+    """
 
     number: int
     point: str
     kind: str
     source: str
+    device: str = ""
+    root: str = "/"
+    options: frozenset[str] = frozenset()
 
     @property
     def ours(self) -> bool:
@@ -36,14 +50,21 @@ class Mount:
 
 def list_mounts() -> list[Mount]:
     """Return all mounts visible from here, oldest first."""
-    found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
-        for line in f:
-            left, _, right = line.rstrip("\n").partition(" - ")
-            fields, source = left.split(" "), right.split(" ")
-            if len(fields) > 4 and len(source) > 1:
-                found.append(Mount(int(fields[0]), _decode_octal(fields[4]), source[0], _decode_octal(source[1])))
-    return found
+        return list(parse_mountinfo(f.read()))
+
+
+def parse_mountinfo(text: str) -> Iterator[Mount]:
+    """Yield the mounts in the text of /proc/PID/mountinfo, oldest first."""
+    for line in text.split("\n"):  # users choose some names, and other line ends are part of those
+        left, _, right = line.partition(" - ")
+        fields, of = left.split(" "), right.split(" ")
+        if len(fields) < 6 or len(of) < 3 or not fields[0].isdecimal():
+            continue
+        options = frozenset((*fields[5].split(","), *of[2].split(",")))
+        number, device = int(fields[0]), fields[2]
+        root, point, source = (_decode_octal(name) for name in (fields[3], fields[4], of[1]))
+        yield Mount(number, point, of[0], source, device, root, options)
 
 
 def _decode_octal(text: str) -> str:

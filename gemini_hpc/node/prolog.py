@@ -125,43 +125,26 @@ def parse_arguments(argv: list[str]) -> JobRun:
     """
     if len(argv) != len(ARGUMENTS):
         raise ValueError(f"wanted {len(ARGUMENTS)} arguments, found {len(argv)}")
-    (
-        job,
-        uid,
-        restart,
-        replicas,
-        node,
-        nodelist,
-        tier,
-        tier_interval,
-        hang,
-        spares,
-        after,
-        redundancy,
-        key,
-        cluster,
-        cpus,
-        gpus,
-        slurm_conf,
-    ) = argv
+    given = dict(zip(ARGUMENTS, argv, strict=True))
+    replicas, spares, after = given["replicas"], given["spares"], given["after"]
     return JobRun(
-        job=parse_number("job id", job, 1, 2**32 - 1),
-        uid=parse_number("uid", uid, 0, 2**32 - 2),
-        restart=parse_number("restart count", restart, 0, 2**32 - 1),
+        job=parse_number("job id", given["job"], 1, 2**32 - 1),
+        uid=parse_number("uid", given["uid"], 0, 2**32 - 2),
+        restart=parse_number("restart count", given["restart"], 0, 2**32 - 1),
         replicas=parse_number("replicas", replicas, 1, REPLICAS_MAX),
-        node=_parse_text("node name", node, r"[A-Za-z0-9._-]{1,255}"),
-        nodelist=_parse_text("node list", nodelist, r"[A-Za-z0-9._,\[\]-]{1,60000}"),
-        tier=_parse_text("tier", tier, r"|/[ -~]{0,4095}", banned="\"'`\\"),
-        tier_interval=_parse_interval(tier_interval),
-        hang_s=_parse_hang_s(hang),
+        node=_parse_text("node name", given["node"], r"[A-Za-z0-9._-]{1,255}"),
+        nodelist=_parse_text("node list", given["nodelist"], r"[A-Za-z0-9._,\[\]-]{1,60000}"),
+        tier=_parse_text("tier", given["tier"], r"|/[ -~]{0,4095}", banned="\"'`\\"),
+        tier_interval=_parse_interval(given["tier_interval"]),
+        hang_s=_parse_hang_s(given["hang"]),
         spares=parse_number("spares", spares, 0, SPARES_MAX) if spares else 0,
         after=parse_number("job to go on after", after, 1, 2**32 - 1) if after else 0,
-        parity=_parse_parity(redundancy, replicas),
-        key=_parse_text("job key", key, r"|[0-9a-f]{16}"),
-        cluster=_keep_valid(cluster, r"[A-Za-z0-9_.-]{1,64}"),
-        cpus=_keep_valid(cpus, r"[0-9x(),]{1,60000}"),
-        gpus=_keep_valid(gpus, r"[A-Za-z0-9_.,:/-]{1,4096}"),
-        slurm_conf=_keep_valid(slurm_conf, r"/[ -~]{1,4095}"),
+        parity=_parse_parity(given["redundancy"], replicas),
+        key=_parse_text("job key", given["key"], r"|[0-9a-f]{16}"),
+        cluster=_keep_valid(given["cluster"], r"[A-Za-z0-9_.-]{1,64}"),
+        cpus=_keep_valid(given["cpus"], r"[0-9x(),]{1,60000}"),
+        gpus=_keep_valid(given["gpus"], r"[A-Za-z0-9_.,:/-]{1,4096}"),
+        slurm_conf=_keep_valid(given["slurm_conf"], r"/[ -~]{1,4095}"),
     )
 
 
