@@ -90,7 +90,7 @@ class Metrics:
             log.warning("event=no-metrics reason=prometheus_client is not installed: pip install '.[metrics]'")
             return
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
-        registry.register(_Shown(self))
+        registry.register(self)
         server = self._listen(registry) if settings.metrics_listen else None
         try:
             while True:
@@ -120,8 +120,8 @@ class Metrics:
         log.info("event=metrics address=%s", self._settings.metrics_listen)
         return server
 
-    def list_metrics(self) -> Iterable[Metric]:
-        """Return what was gathered last. Any thread may call this."""
+    def collect(self) -> Iterable[Metric]:
+        """Return what was gathered last: a scrape asks nobody. Any thread may call this."""
         return list(self._shown)
 
     async def _gather(self) -> list[Metric]:
@@ -177,16 +177,6 @@ class Metrics:
         buckets = [(str(bound), float(n)) for bound, n in zip(BUCKETS_S, counts, strict=True)]
         took.add_metric([], [*buckets, ("+Inf", float(len(self._took_s)))], sum(self._took_s))
         yield took
-
-
-class _Shown:
-    """A collector that returns what was gathered last: a scrape asks nobody."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics.list_metrics()
 
 
 def _list_job_metrics(jobs: list[tuple[Track, Document]]) -> Iterator[Metric]:

@@ -123,17 +123,32 @@ class Primary:
         return 0.0
 
 
+def has_own_name(name: str) -> bool:
+    """Return whether the name, without its domain, is this host's."""
+    return name.partition(".")[0] == socket.gethostname().partition(".")[0]
+
+
+def find_own_address(name: str) -> str:
+    """Return the first address of the name that belongs to this host; "" if none does.
+
+    Raises:
+        OSError: The name cannot be resolved.
+    """
+    for family, kind, proto, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, kind, proto) as probe:
+            probe.bind(address)
+            return str(address[0])
+    return ""
+
+
 def is_here(name: str, address: str) -> bool:
-    """Return whether the name or the address belongs to this host."""
-    own = socket.gethostname()
-    if name and own.split(".")[0] == name.split(".", maxsplit=1)[0]:
+    """Return whether the name or the address belongs to this host. A loopback address is any host's."""
+    if has_own_name(name):
         return True
     for where in filter(None, (address, name)):
         with suppress(OSError):
-            for family, kind, _, _, found in socket.getaddrinfo(where, 0, type=socket.SOCK_DGRAM):
-                with suppress(OSError), socket.socket(family, kind) as probe:
-                    probe.bind((found[0], 0))
-                    return not str(found[0]).startswith("127.")
+            if found := find_own_address(where):
+                return not found.startswith("127.")
     return False
 
 

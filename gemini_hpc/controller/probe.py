@@ -15,10 +15,11 @@ import asyncio
 import errno
 import random
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import TypeVar
 
 from gemini_hpc import clock
 from gemini_hpc.config import Settings
@@ -26,6 +27,8 @@ from gemini_hpc.controller import tasks
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.wire.hostname import resolve_in_thread
 
+T = TypeVar("T")
+R = TypeVar("R")
 RESOLVE_TIMEOUT_S = 2.0  # of its own: a slow resolver proves nothing about the host
 CONNECT_TIMEOUT_S = 0.4  # a port that has not accepted or refused by then is silent
 ANSWER_TIMEOUT_S = 1.5  # a process that has not closed an accepted connection by then hangs
@@ -103,16 +106,20 @@ async def _connect(address: str, port: int, timeout_s: float) -> Port | None:
         writer.transport.abort()
 
 
-async def probe_ports(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]:
-    """Probe each host once, in parallel. Return the behavior of its port by name."""
+async def _probe_each(targets: Mapping[str, T], probe: Callable[[T], Awaitable[R]]) -> dict[str, R]:
     gate = asyncio.Semaphore(_PARALLEL)
 
-    async def probe_one(address: str, port: int) -> Port:
+    async def probe_one(target: T) -> R:
         async with gate:
-            return await probe_port(address, port)
+            return await probe(target)
 
-    results = await asyncio.gather(*(probe_one(*target) for target in targets.values()))
+    results = await asyncio.gather(*(probe_one(target) for target in targets.values()))
     return dict(zip(targets, results, strict=True))
+
+
+async def probe_ports(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]:
+    """Probe each host once, in parallel. Return the behavior of its port by name."""
+    return await _probe_each(targets, lambda target: probe_port(*target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +191,7 @@ async def probe_node(target: Target) -> ProbeResult:
 
 async def probe_nodes(targets: Mapping[str, Target]) -> dict[str, ProbeResult]:
     """Probe each host once, in parallel."""
-    gate = asyncio.Semaphore(_PARALLEL)
-
-    async def probe_one(target: Target) -> ProbeResult:
-        async with gate:
-            return await probe_node(target)
-
-    results = await asyncio.gather(*(probe_one(target) for target in targets.values()))
-    return dict(zip(targets, results, strict=True))
+    return await _probe_each(targets, probe_node)
 
 
 PORTS = ("slurmd", "agent", "kernel")

@@ -68,20 +68,6 @@ MAX_JUDGED_PER_UID = 32  # jobs whose silent nodes are judged at the same time
 MAX_UNPLACED = 64  # agents of a job for which Slurm has named no nodes
 
 
-class _MessageRate:
-    """A token bucket for one agent's messages."""
-
-    def __init__(self) -> None:
-        self._tokens, self._at = MESSAGES_BURST, clock.monotonic()
-
-    def take_token(self) -> bool:
-        now = clock.monotonic()
-        self._tokens = min(MESSAGES_BURST, self._tokens + (now - self._at) * MESSAGES_PER_S)
-        self._at = now
-        self._tokens -= 1
-        return self._tokens >= 0
-
-
 class Controller:
     """The controller on the host whose slurmctld is in charge.
 
@@ -139,17 +125,19 @@ class Controller:
         server = await asyncio.start_server(self._serve_connection, port=self.settings.controller_port, backlog=1024)
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
         died = self.recoveries.on_task_death
-        watcher = tasks.start("watcher", self.watcher.run, died)
-        resume = tasks.start("resume", self.recoveries.resume_open, died)
         fenced = GiveBack(self.settings, self.slurm, self.journal, self.recoveries.gate)
-        give_back = tasks.start("give-back", fenced.run, died)
-        metrics = tasks.start("metrics", self._metrics.run, died)
-        judging = tasks.start("withheld", lambda: self.recoveries.withheld.run(self.slurm), died)
+        work = {
+            "watcher": self.watcher.run,
+            "resume": self.recoveries.resume_open,
+            "give-back": fenced.run,
+            "metrics": self._metrics.run,
+            "withheld": lambda: self.recoveries.withheld.run(self.slurm),
+        }
+        ending: list[asyncio.Task[Any]] = [tasks.start(name, run, died) for name, run in work.items()]
         try:
             async with server:
                 log.warning("event=stepping-down slurmctld=%s", await self._primary.wait_lost())
         finally:
-            ending: list[asyncio.Task[Any]] = [watcher, resume, give_back, metrics, judging]
             for task in ending:
                 task.cancel()
             ending += [*self.recoveries.cancel(), *self._sick.cancel()]
@@ -257,13 +245,13 @@ class Controller:
         if agent is None:
             return
         link.limit_bytes = AGENT_FRAME_BYTES
-        rate = _MessageRate()
+        rate = RateLimit(MESSAGES_PER_S, MESSAGES_BURST)
         try:
             if early:
                 await self._process_message(agent, controller.EventsUp(agent.job, tuple(early)))
             while True:
                 message = await link.receive()
-                if not rate.take_token():
+                if not rate.take_tokens():
                     self._log_for_user(
                         uid, "job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host
                     )

@@ -9,6 +9,8 @@ import socket
 import stat
 
 from gemini_hpc.config import Settings
+from gemini_hpc.controller.primary import find_own_address, has_own_name
+from gemini_hpc.node import privileges
 from gemini_hpc.wire import credentials, keyed, site_key
 
 
@@ -29,20 +31,10 @@ def explain_elsewhere(settings: Settings) -> str:
 
 def _may_be_here(host: str) -> bool:
     """Return whether a name is this host's or has one of its addresses; True for a name that cannot be resolved."""
-    if host.partition(".")[0] == socket.gethostname().partition(".")[0]:
-        return True
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        return has_own_name(host) or bool(find_own_address(host))
     except OSError:
         return True
-    for family, kind, proto, _, address in found:
-        try:
-            with socket.socket(family, kind, proto) as probe:
-                probe.bind(address)  # succeeds only for an address of this host
-        except OSError:
-            continue
-        return True
-    return False
 
 
 def become_slurm_user(settings: Settings) -> None:
@@ -69,16 +61,10 @@ def become_slurm_user(settings: Settings) -> None:
     _make_owned_directory(settings.state_dir, uid, gid)
     if uid == 0:
         return
-    os.initgroups(user.pw_name, gid)
-    os.setresgid(gid, gid, gid)
-    os.setresuid(uid, uid, uid)
-    if os.getresuid() != (uid, uid, uid) or os.getresgid() != (gid, gid, gid):
-        raise ServiceError(f"asked to become {user.pw_name}, found uids {os.getresuid()} gids {os.getresgid()}")
     try:
-        os.setresuid(0, 0, 0)
-    except PermissionError:
-        return
-    raise ServiceError(f"became {user.pw_name}, but could become root again")
+        privileges.become_user(user)
+    except privileges.PrivilegeError as exc:
+        raise ServiceError(str(exc)) from None
 
 
 def _use_key(settings: Settings, uid: int) -> None:

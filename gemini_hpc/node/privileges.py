@@ -1,4 +1,4 @@
-"""The change from root to the job's owner, for good, in a process that the owner cannot trace."""
+"""The change from root to another user for good: to a job's owner in a process that the owner cannot trace."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ def find_owner(uid: int) -> pwd.struct_passwd:
         raise PrivilegeError(f"uid {uid} is not known on this node; add the user or check the name service") from None
 
 
-def drop_to(entry: pwd.struct_passwd) -> None:
+def become_user(entry: pwd.struct_passwd) -> None:
     """Change from root to `entry`'s uid, gid and groups (real, effective and saved), and verify the change.
-
-    The process is then closed to its owner (`close_to_owner`) until it executes a program.
 
     Raises:
         PrivilegeError: The change failed. The caller must not go on (CVE-2019-19728 is a daemon that did).
@@ -63,9 +61,19 @@ def drop_to(entry: pwd.struct_passwd) -> None:
     try:
         os.setresuid(0, 0, 0)
     except PermissionError:
-        close_to_owner()
         return
     raise PrivilegeError(f"became uid {uid}, but could become root again")
+
+
+def drop_to(entry: pwd.struct_passwd) -> None:
+    """Become a job's owner, and close this process to the owner until it executes a program (`close_to_owner`).
+
+    Raises:
+        PrivilegeError: As for `become_user`, or the process could not be closed.
+    """
+    become_user(entry)
+    if entry.pw_uid:
+        close_to_owner()
 
 
 def close_to_owner() -> None:
