@@ -12,13 +12,11 @@ import logging
 import re
 
 from gemini_hpc import clock
-from gemini_hpc.config import Settings
 from gemini_hpc.controller import probe
 from gemini_hpc.controller.fencing import REASON, Port
-from gemini_hpc.controller.gate import Gate
-from gemini_hpc.controller.journal import NODES, Journal
+from gemini_hpc.controller.journal import NODES
+from gemini_hpc.controller.recovery_context import RecoveryContext
 from gemini_hpc.slurm import SlurmError
-from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import Node
 
 log = logging.getLogger("gemini_hpc.controller")
@@ -46,13 +44,13 @@ def find_drain_reason(node: Node) -> str:
 class GiveBack:
     """The task that checks the fenced nodes every few seconds."""
 
-    def __init__(self, settings: Settings, slurm: SlurmApi, journal: Journal, gate: Gate) -> None:
-        self._settings, self._slurm, self._journal, self._gate = settings, slurm, journal, gate
+    def __init__(self, home: RecoveryContext) -> None:
+        self._home = home
         self._answers_since: dict[str, tuple[float, float]] = {}
 
     async def run(self) -> None:
         """Run until cancelled. Return at once if the site has not enabled it."""
-        wait_s = self._settings.auto_resume_s
+        wait_s = self._home.settings.auto_resume_s
         while wait_s > 0:
             try:
                 await self.check_fenced()
@@ -62,13 +60,13 @@ class GiveBack:
 
     async def check_fenced(self) -> None:
         """Check the fenced nodes once, and resume those that are due."""
-        fenced = self._journal.read_fence_times()
+        fenced = self._home.journal.read_fence_times()
         if not fenced:
             return
-        nodes = await self._slurm.read_nodes()
+        nodes = await self._home.slurm.read_nodes()
         ours = {n.name: n for n in nodes.values() if n.name in fenced and is_ours(n)}
         back = {n: node for n, node in ours.items() if node.boot_time > fenced[n]}
-        port = self._settings.slurmd_port
+        port = self._home.settings.slurmd_port
         seen = await probe.probe_ports({n: (node.address, node.port or port) for n, node in back.items()})
         now = clock.monotonic()
         before, self._answers_since = self._answers_since, {}
@@ -77,22 +75,16 @@ class GiveBack:
                 continue
             boot, since = before.get(name, (node.boot_time, now))
             self._answers_since[name] = (node.boot_time, since if boot == node.boot_time else now)
-            if now - self._answers_since[name][1] >= self._settings.auto_resume_s:
+            if now - self._answers_since[name][1] >= self._home.settings.auto_resume_s:
                 await self._resume(node)
 
     async def _resume(self, node: Node) -> None:
-        given_back = self._journal.count_given_back(node.name, clock.DAY_S)
-        if given_back >= PER_DAY or self._gate.explain_refusal(node.partitions):
+        given_back = self._home.journal.count_given_back(node.name, clock.DAY_S)
+        if given_back >= PER_DAY or self._home.gate.explain_refusal(node.partitions):
             return
-        self._journal.write_line(NODES, "resume", "before", node=node.name)
-        await self._slurm.resume_node(node.name)
-        self._journal.write_line(NODES, "resume", "after", node=node.name)
+        self._home.journal.write_line(NODES, "resume", "before", node=node.name)
+        await self._home.slurm.resume_node(node.name)
+        self._home.journal.write_line(NODES, "resume", "after", node=node.name)
         self._answers_since.pop(node.name, None)
-        log.info(
-            "event=given-back host=%s reason=%r",
-            node.name,
-            f"the node has rebooted and answered for {self._format_wait()}",
-        )
-
-    def _format_wait(self) -> str:
-        return f"{self._settings.auto_resume_s:g} s"
+        why = f"the node has rebooted and answered for {self._home.settings.auto_resume_s:g} s"
+        log.info("event=given-back host=%s reason=%r", node.name, why)

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from gemini_hpc import clock
-from gemini_hpc.config import Settings
 from gemini_hpc.controller.planned_drains import DrainWatch
-from gemini_hpc.controller.recoveries import Recoveries
-from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
+from gemini_hpc.controller.recovery_context import RecoveryContext
+from gemini_hpc.controller.registry import ConnectedAgent, Track
 from gemini_hpc.controller.requeue_rules import find_release_reason
 from gemini_hpc.controller.reservation import PREFIX
 from gemini_hpc.query import past
@@ -25,7 +24,6 @@ from gemini_hpc.query.slurm_facts import explain_no_requeue
 from gemini_hpc.query.summary_line import PREFIX as LINE_PREFIX
 from gemini_hpc.query.summary_line import build_summary_line
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import LIVE, PENDING, RUNNING
 from gemini_hpc.wire.controller import Ending, Release, Waits
 
@@ -43,10 +41,10 @@ _SAME_END_S = 1.5  # a smaller change of the job's end is not sent to the agents
 class JobWatch:
     """The task that checks all tracked jobs about once a second, less often if Slurm is slow to answer."""
 
-    def __init__(self, settings: Settings, slurm: SlurmApi, registry: Registry, recoveries: Recoveries) -> None:
-        self._settings, self._slurm = settings, slurm
-        self._registry, self._recoveries = registry, recoveries
-        self._drains = DrainWatch(slurm)
+    def __init__(self, recoveries: RecoveryContext) -> None:
+        self._recoveries, self._registry = recoveries, recoveries.registry
+        self._settings, self._slurm = recoveries.settings, recoveries.slurm
+        self._drains = DrainWatch(self._slurm)
 
     async def run(self) -> None:
         """Run until cancelled."""

@@ -14,10 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc import __version__, clock
-from gemini_hpc.config import Settings
-from gemini_hpc.controller.journal import Journal
-from gemini_hpc.controller.registry import Registry, Track
-from gemini_hpc.controller.withheld import Withheld, count_verdicts
+from gemini_hpc.controller.recovery_context import RecoveryContext
+from gemini_hpc.controller.registry import Track
+from gemini_hpc.controller.withheld import count_verdicts
 from gemini_hpc.query.figures import compute_sealed_age_s, count_survivable_nodes, find_sealed_version, find_user_name
 
 if TYPE_CHECKING:
@@ -44,25 +43,9 @@ BUCKETS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 class Metrics:
     """The figures, gathered anew every `EVERY_S` seconds."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        registry: Registry,
-        journal: Journal,
-        withheld: Withheld,
-        ask: Callable[[Track], Awaitable[Document]],
-    ) -> None:
-        """Begin to count.
-
-        Args:
-            settings: The site's settings.
-            registry: The jobs.
-            journal: What was done to nodes.
-            withheld: What the mode withheld.
-            ask: Returns a job's inspect document without its events.
-        """
-        self._settings, self._registry, self._journal, self._ask = settings, registry, journal, ask
-        self._withheld = withheld
+    def __init__(self, home: RecoveryContext, ask: Callable[[Track], Awaitable[Document]]) -> None:
+        """Begin to count. `ask` returns a job's inspect document without its events."""
+        self._home, self._ask = home, ask
         self._events: Counter[str] = Counter()
         self._began: dict[tuple[int, int], float] = {}
         self._took_s: list[float] = []
@@ -81,7 +64,7 @@ class Metrics:
 
     async def run(self) -> None:
         """Gather and publish until cancelled. Do nothing where no setting asks for it."""
-        settings = self._settings
+        settings = self._home.settings
         if not (settings.metrics_file or settings.metrics_listen):
             return
         try:
@@ -110,14 +93,14 @@ class Metrics:
         """Return the started endpoint; None, with a line in the log, if its address cannot be used."""
         from prometheus_client import start_http_server
 
-        host, _, port = self._settings.metrics_listen.rpartition(":")
+        host, _, port = self._home.settings.metrics_listen.rpartition(":")
         try:
             server, thread = start_http_server(int(port), host or "127.0.0.1", registry)
         except (OSError, ValueError, OverflowError) as exc:
-            log.warning("event=no-metrics-endpoint address=%s %s", self._settings.metrics_listen, exc)
+            log.warning("event=no-metrics-endpoint address=%s %s", self._home.settings.metrics_listen, exc)
             return None
         assert isinstance(thread, threading.Thread)
-        log.info("event=metrics address=%s", self._settings.metrics_listen)
+        log.info("event=metrics address=%s", self._home.settings.metrics_listen)
         return server
 
     def collect(self) -> Iterable[Metric]:
@@ -125,7 +108,7 @@ class Metrics:
         return list(self._shown)
 
     async def _gather(self) -> list[Metric]:
-        tracks = [t for t in self._registry.jobs.values() if not t.stored.ended_at]
+        tracks = [t for t in self._home.registry.jobs.values() if not t.stored.ended_at]
         asked = sorted(tracks, key=lambda t: t.raw_id, reverse=True)[:MOST_JOBS]
         gate = asyncio.Semaphore(_AT_ONCE)
 
@@ -145,10 +128,10 @@ class Metrics:
             InfoMetricFamily,
         )
 
-        settings, journal = self._settings, self._journal
+        settings, journal = self._home.settings, self._home.journal
         yield InfoMetricFamily("gemini_hpc_controller", "Release.", {"version": __version__})
         yield GaugeMetricFamily("gemini_hpc_jobs_tracked", "Protected jobs that have not ended.", jobs)
-        linked = sum(a.is_connected for t in self._registry.jobs.values() for a in t.agents.values())
+        linked = sum(a.is_connected for t in self._home.registry.jobs.values() for a in t.agents.values())
         yield GaugeMetricFamily("gemini_hpc_agents_connected", "Agents with a link to the controller.", linked)
         events = CounterMetricFamily(
             "gemini_hpc_events", "Events of the controller since it began.", labels=["event"]
@@ -167,7 +150,7 @@ class Metrics:
         withheld = GaugeMetricFamily(
             "gemini_hpc_withheld_acts", "Acts that the mode withheld, by Slurm's verdict.", labels=["verdict"]
         )
-        for verdict, count in count_verdicts(self._withheld.acts).items():
+        for verdict, count in count_verdicts(self._home.withheld.acts).items():
             withheld.add_metric([verdict], count)
         yield withheld
         took = HistogramMetricFamily(

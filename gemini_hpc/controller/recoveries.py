@@ -7,77 +7,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from gemini_hpc import clock
-from gemini_hpc.config import Settings
 from gemini_hpc.controller import reservation, tasks
-from gemini_hpc.controller.alert import Alerts
-from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.fencing import Act
-from gemini_hpc.controller.gate import Gate, WithheldError
+from gemini_hpc.controller.gate import WithheldError
 from gemini_hpc.controller.give_back import is_ours
-from gemini_hpc.controller.journal import Journal, JournalRecord
-from gemini_hpc.controller.lemons import Lemons
-from gemini_hpc.controller.primary import Primary
-from gemini_hpc.controller.progress import count_barren
-from gemini_hpc.controller.reach import Reachability
+from gemini_hpc.controller.journal import JournalRecord
 from gemini_hpc.controller.recovery import Recovery
-from gemini_hpc.controller.registry import Registry, Track
-from gemini_hpc.controller.reservation import RESERVED_MINUTES, parse_raw_id
-from gemini_hpc.controller.withheld import Withheld
+from gemini_hpc.controller.recovery_context import RecoveryContext
+from gemini_hpc.controller.registry import Track
 from gemini_hpc.slurm import SlurmError, SlurmRefused, SlurmUnreachable, UnknownJob
-from gemini_hpc.slurm.api import SlurmApi
-from gemini_hpc.slurm.facts import COMPLETED, COMPLETING, CONFIGURING, CUT_SHORT, RUNNING, Job, Node
+from gemini_hpc.slurm.facts import COMPLETED, CUT_SHORT, RUNNING, Job, Node
 from gemini_hpc.wire.controller import Report
-from gemini_hpc.wire.inspect_schema import EventRecord
 
 log = logging.getLogger("gemini_hpc.controller")
 
 MAX_LATER = 512  # per user
-OUTAGE_S = 120.0  # a silent host counts for this long in a mass outage
 RETRY_S = 1.0  # pause before Slurm is queried again
 GIVE_UP_S = 600.0  # seconds of refusals by Slurm; its silence does not count
 SPEAK_S = 10.0  # time within which an agent that has lost its controller connects to the next one
 COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0  # pause of an incarnation after a recovery; it doubles each time
 
 
-class Recoveries:
+class Recoveries(RecoveryContext):
     """The recoveries of this controller."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        slurm: SlurmApi,
-        journal: Journal,
-        logs: EventLogs,
-        registry: Registry,
-        primary: Primary,
-        lemons: Lemons,
-    ) -> None:
-        self.settings, self.slurm, self.journal, self.registry = settings, slurm, journal, registry
-        self.primary, self.lemons = primary, lemons
-        self.alerts = Alerts(settings, journal)
-        self.gate, self.withheld = Gate(settings), Withheld(settings.state_dir, self.log_event)
-        self.reach = Reachability(settings, registry)
-        self._logs = logs
-        self.on_event: Callable[[int, int, str], None] = lambda raw_id, restart, event: None
-        self._active: dict[tuple[int, int], Recovery] = {}
+    def __post_init__(self) -> None:
+        """Begin without any recovery; `resume_open` starts those that were left open."""
+        super().__post_init__()
         self._cool: dict[tuple[int, int], tuple[float, float]] = {}
-        self._outage: dict[tuple[int, str], float] = {}  # (owner of the job, host)
         self._tasks: set[asyncio.Task[None]] = set()
         self._later: set[tuple[int, int, int, str]] = set()
-        self._resuming = set(journal.read_open())
-        self.reserving = asyncio.Lock()
         self._is_over = False  # this controller has stepped down
-        # Longest time for which a job was seen COMPLETING, mostly because of its epilogs.
-        self.longest_epilog_s = 0.0
-
-    def compute_reservation_minutes(self) -> int:
-        """Return how many minutes a reservation lasts if it is not deleted (requirement reservations)."""
-        return max(RESERVED_MINUTES, math.ceil(3 * self.longest_epilog_s / 60))
 
     def cancel(self) -> list[asyncio.Task[None]]:
         """Cancel all work at once, as a crash would, and start none: another controller takes over from the journal.
@@ -91,82 +55,11 @@ class Recoveries:
         self.alerts.close()
         return ending
 
-    def log_event(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
-        """Write one line to a job's event log and to the service's own log."""
-        log.info("job=%d restart=%d event=%s host=%s detail=%s", raw_id, restart, event, host or "-", detail)
-        self.on_event(raw_id, restart, event)
-        self._logs.append_events(raw_id, [EventRecord(clock.time(), event, host, restart, 0, detail[:400])])
-
-    def read_events(self, track: Track) -> tuple[EventRecord, ...]:
-        """Return the events of a job in order of time."""
-        return self._logs.read_events(track.raw_id, track.user_id)
-
     def on_task_death(self, why: str) -> None:
         """Alert that a task of the service died of a fault of ours. The task is restarted."""
         if self._is_over:
             return
         self.alerts.send_alert("task died", 0, "", why)
-
-    def list_accused(self) -> set[str]:
-        """Return the hosts that some job's agents or our own probes suspect and that are not cleared."""
-        return {h for r in self._active.values() for h, s in r.suspects.items() if s.verdict.act is not Act.DISMISS}
-
-    def list_silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
-        """Return these hosts and all others that are, or recently were, silent.
-
-        With `user_id`, only hosts of that user's jobs are added. A mass outage shows in the sum.
-        """
-        since = clock.monotonic() - OUTAGE_S
-        self._outage = {key: t for key, t in self._outage.items() if t > since}
-        found = {host for uid, host in self._outage if user_id in (None, uid)}
-        for recovery in self._active.values():
-            if user_id in (None, recovery.user_id):
-                found |= recovery.list_silent()
-        return hosts | found
-
-    def list_protected(self, user_id: int) -> set[str]:
-        """Return the nodes of other owners' protected jobs that run or are on their way back."""
-        found: set[str] = set()
-        for track in self.registry.jobs.values():
-            if track.user_id == user_id or not track.stored.allocations or track.stored.ended_at:
-                continue
-            runs = track.job is not None and track.job.state in (RUNNING, CONFIGURING, COMPLETING, "SUSPENDED")
-            if runs or self.is_active(track.raw_id):
-                found |= set(track.list_members(max(track.stored.allocations)))
-        return found
-
-    def explain_hold(self, track: Track) -> str:
-        """Return why this job must be held instead of running again: its recoveries make no progress. "" if not."""
-        most, since = self.settings.recoveries_without_progress, track.stored.held_before
-        count, version = count_barren(self._logs.read_events(track.raw_id, track.user_id), since) if most else (0, 0)
-        if not most or count < most:
-            return ""
-        newest = f"newer than version {version}" if version else "at all"
-        recoveries = "recoveries in a row" if count > 1 else "recovery"
-        return f"{count} {recoveries} sealed nothing {newest}"
-
-    def find_survivors(self, name: str) -> set[str] | None:
-        """Return the survivors for whom a reservation of ours was made; None if they are not known."""
-        raw_id = parse_raw_id(name)
-        for (job, _), recovery in self._active.items():
-            if job == raw_id and recovery.survivors is not None:
-                return set(recovery.survivors.names)
-        return None
-
-    def remember_silent(self, hosts: set[str]) -> None:
-        """Remember hosts that were too many to be fenced. They count again when the next host is judged."""
-        now = clock.monotonic()
-        for recovery in self._active.values():
-            self._outage.update({(recovery.user_id, host): now for host in hosts & recovery.suspects.keys()})
-
-    def is_active(self, raw_id: int) -> bool:
-        """Return whether a recovery of this job is in progress.
-
-        Its replicas are then needed, whatever Slurm reports meanwhile.
-        """
-        return any(key[0] == raw_id for key in self._active) or any(
-            key.split(".")[0] == str(raw_id) for key in self._resuming
-        )
 
     def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]], died: tasks.Died) -> None:
         """Run the work to its end. After a fault of ours, report it and start again."""
@@ -230,9 +123,9 @@ class Recoveries:
             if pause_s > 0:
                 self._handle_later(track, restart, host, said_by, pause_s)
                 return
-            recovery = self._active[key] = Recovery(self, track, restart)
-            recovery.accept_report(host, said_by)
-            self._start(f"recovery {recovery.key}", lambda: self._run(key, recovery), recovery.on_task_death)
+            begun = self._active[key] = Recovery(self, track, restart)
+            begun.accept_report(host, said_by)
+            self._start(f"recovery {begun.key}", lambda: self._run(key, begun), begun.on_task_death)
         elif not recovery.is_acting:
             recovery.accept_report(host, said_by)
 

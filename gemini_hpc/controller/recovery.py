@@ -110,6 +110,10 @@ class Recovery:
         self._ahead: Requeue | None = None
         self._has_logged_rescue = False
 
+    def list_accused(self) -> set[str]:
+        """Return the suspects that are not cleared."""
+        return {h for h, s in self.suspects.items() if s.verdict.act is not Act.DISMISS}
+
     def list_silent(self) -> set[str]:
         """Return the suspects that are silent and that no journal counts as fenced.
 
@@ -244,8 +248,7 @@ class Recovery:
             members=track.list_members(self.restart),
             witnesses=track.witnesses.list_fresh(self.restart, host, clock.monotonic(), counts_later=later),
             # Nodes that suspect each other: the one that is alive by all evidence is a witness again.
-            suspects=frozenset(h for h, s in self.suspects.items() if s.verdict.act is not Act.DISMISS)
-            | frozenset(dead),
+            suspects=frozenset(self.list_accused().union(dead)),
             job=facts.job,
             slurm_node=facts.nodes.get(host),
             slurmd=seen.judge_port("slurmd") if seen else Port.SILENT,

@@ -1,63 +1,162 @@
-"""The interface of the controller to one recovery: Slurm, the journal, its reachability, and other recoveries."""
+"""The parts of the acting controller that its work shares, and what each recovery sees of the others."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.alert import Alerts
+from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
+from gemini_hpc.controller.progress import count_barren
 from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.registry import Registry, Track
+from gemini_hpc.controller.reservation import RESERVED_MINUTES, parse_raw_id
+from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.controller.withheld import Withheld
 from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, RUNNING
+from gemini_hpc.wire.inspect_schema import EventRecord
+
+log = logging.getLogger("gemini_hpc.controller")
+
+OUTAGE_S = 120.0  # a silent host counts for this long in a mass outage
 
 
-class RecoveryContext(Protocol):
-    """The interface that `recoveries.Recoveries` implements.
+class ActiveRecovery(Protocol):
+    """What a recovery in progress shows to others."""
+
+    survivors: Survivors | None
+    is_acting: bool
+
+    @property
+    def user_id(self) -> int:
+        """Return the uid of the job's owner."""
+
+    @property
+    def suspects(self) -> Mapping[str, object]:
+        """Return the reported hosts."""
+
+    def list_accused(self) -> set[str]:
+        """Return the suspects that are not cleared."""
+
+    def list_silent(self) -> set[str]:
+        """Return the suspects that are silent and that no journal counts as fenced."""
+
+    def accept_report(self, host: str, witnesses: set[str]) -> None:
+        """Accept a report."""
+
+
+@dataclass(eq=False)
+class RecoveryContext:
+    """The shared parts; `recoveries.Recoveries` adds the work.
 
     Attributes:
+        on_event: Called with job, restart and name of each event that is logged.
         reserving: Lock that one recovery holds while it chooses and reserves nodes.
-        longest_epilog_s: Longest time for which a job was seen COMPLETING, in seconds.
+        longest_epilog_s: Longest time for which a job was seen COMPLETING, mostly because of its epilogs.
     """
 
     settings: Settings
     slurm: SlurmApi
     journal: Journal
+    logs: EventLogs
     registry: Registry
     primary: Primary
-    alerts: Alerts
-    reach: Reachability
     lemons: Lemons
-    gate: Gate
-    withheld: Withheld
-    reserving: asyncio.Lock
-    longest_epilog_s: float
+
+    def __post_init__(self) -> None:
+        """Create the parts that are made from the others."""
+        self.alerts = Alerts(self.settings, self.journal)
+        self.gate, self.withheld = Gate(self.settings), Withheld(self.settings.state_dir, self.log_event)
+        self.reach = Reachability(self.settings, self.registry)
+        self.on_event: Callable[[int, int, str], None] = lambda raw_id, restart, event: None
+        self.reserving = asyncio.Lock()
+        self.longest_epilog_s = 0.0
+        self._active: dict[tuple[int, int], ActiveRecovery] = {}
+        self._resuming = set(self.journal.read_open())
+        self._outage: dict[tuple[int, str], float] = {}  # (owner of the job, host)
 
     def log_event(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
-        """Write one line to a job's event log."""
+        """Write one line to a job's event log and to the service's own log."""
+        log.info("job=%d restart=%d event=%s host=%s detail=%s", raw_id, restart, event, host or "-", detail)
+        self.on_event(raw_id, restart, event)
+        self.logs.append_events(raw_id, [EventRecord(clock.time(), event, host, restart, 0, detail[:400])])
 
-    def list_accused(self) -> set[str]:
-        """Return the hosts that any recovery suspects."""
-
-    def list_silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
-        """Return these hosts and all hosts that are silent in other recoveries (of this user, if given)."""
-
-    def remember_silent(self, hosts: set[str]) -> None:
-        """Remember hosts that were too many to be fenced. They count when the next host is judged."""
-
-    def explain_hold(self, track: Track) -> str:
-        """Return why this job must be held instead of running again; "" if it need not be."""
+    def read_events(self, track: Track) -> tuple[EventRecord, ...]:
+        """Return the events of a job in order of time."""
+        return self.logs.read_events(track.raw_id, track.user_id)
 
     def compute_reservation_minutes(self) -> int:
-        """Return how many minutes a reservation lasts if it is not deleted."""
+        """Return how many minutes a reservation lasts if it is not deleted (requirement reservations)."""
+        return max(RESERVED_MINUTES, math.ceil(3 * self.longest_epilog_s / 60))
+
+    def list_accused(self) -> set[str]:
+        """Return the hosts that some job's agents or our own probes suspect and that are not cleared."""
+        return {host for recovery in self._active.values() for host in recovery.list_accused()}
+
+    def list_silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
+        """Return these hosts and all others that are, or recently were, silent.
+
+        With `user_id`, only hosts of that user's jobs are added. A mass outage shows in the sum.
+        """
+        since = clock.monotonic() - OUTAGE_S
+        self._outage = {key: t for key, t in self._outage.items() if t > since}
+        found = {host for uid, host in self._outage if user_id in (None, uid)}
+        for recovery in self._active.values():
+            if user_id in (None, recovery.user_id):
+                found |= recovery.list_silent()
+        return hosts | found
 
     def list_protected(self, user_id: int) -> set[str]:
-        """Return the nodes of other owners' protected jobs."""
+        """Return the nodes of other owners' protected jobs that run or are on their way back."""
+        found: set[str] = set()
+        for track in self.registry.jobs.values():
+            if track.user_id == user_id or not track.stored.allocations or track.stored.ended_at:
+                continue
+            runs = track.job is not None and track.job.state in (RUNNING, CONFIGURING, COMPLETING, "SUSPENDED")
+            if runs or self.is_active(track.raw_id):
+                found |= set(track.list_members(max(track.stored.allocations)))
+        return found
+
+    def explain_hold(self, track: Track) -> str:
+        """Return why this job must be held instead of running again: its recoveries make no progress. "" if not."""
+        most, since = self.settings.recoveries_without_progress, track.stored.held_before
+        count, version = count_barren(self.read_events(track), since) if most else (0, 0)
+        if not most or count < most:
+            return ""
+        newest = f"newer than version {version}" if version else "at all"
+        recoveries = "recoveries in a row" if count > 1 else "recovery"
+        return f"{count} {recoveries} sealed nothing {newest}"
 
     def find_survivors(self, name: str) -> set[str] | None:
-        """Return the job's survivors for whom the reservation was made; None if they are not known."""
+        """Return the survivors for whom a reservation of ours was made; None if they are not known."""
+        raw_id = parse_raw_id(name)
+        for (job, _), recovery in self._active.items():
+            if job == raw_id and recovery.survivors is not None:
+                return set(recovery.survivors.names)
+        return None
+
+    def remember_silent(self, hosts: set[str]) -> None:
+        """Remember hosts that were too many to be fenced. They count again when the next host is judged."""
+        now = clock.monotonic()
+        for recovery in self._active.values():
+            self._outage.update({(recovery.user_id, host): now for host in hosts & recovery.suspects.keys()})
+
+    def is_active(self, raw_id: int) -> bool:
+        """Return whether a recovery of this job is in progress.
+
+        Its replicas are then needed, whatever Slurm reports meanwhile.
+        """
+        return any(key[0] == raw_id for key in self._active) or any(
+            key.split(".")[0] == str(raw_id) for key in self._resuming
+        )

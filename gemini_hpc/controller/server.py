@@ -91,17 +91,8 @@ class Controller:
         self.recoveries = Recoveries(
             settings, self.slurm, self.journal, self.logs, self.registry, primary, self.lemons
         )
-        self._sick = SickNodeDrains(
-            settings,
-            self.slurm,
-            self.journal,
-            self.lemons,
-            self.recoveries.gate,
-            self.recoveries.withheld,
-            self.recoveries.log_event,
-            self.recoveries.alerts.send_alert,
-        )
-        self.watcher = JobWatch(settings, self.slurm, self.registry, self.recoveries)
+        self._sick = SickNodeDrains(self.recoveries)
+        self.watcher = JobWatch(self.recoveries)
         self._lobby = PreauthLimit(MAX_STRANGERS)
         self._turned_away = RateLimit(per_s=1.0, burst=1.0)
         self._reports = PerUser(REPORTS_PER_S, REPORTS_BURST)
@@ -115,9 +106,7 @@ class Controller:
         self._questions = Questions(
             find_operators(settings, self.slurm), self.registry, self.logs, self.lemons, self.read_job
         )
-        self._metrics = Metrics(
-            settings, self.registry, self.journal, self.recoveries.withheld, self._questions.build_document
-        )
+        self._metrics = Metrics(self.recoveries, self._questions.build_document)
         self.recoveries.on_event = self._metrics.count_event
 
     async def serve(self) -> None:
@@ -125,11 +114,10 @@ class Controller:
         server = await asyncio.start_server(self._serve_connection, port=self.settings.controller_port, backlog=1024)
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
         died = self.recoveries.on_task_death
-        fenced = GiveBack(self.settings, self.slurm, self.journal, self.recoveries.gate)
         work = {
             "watcher": self.watcher.run,
             "resume": self.recoveries.resume_open,
-            "give-back": fenced.run,
+            "give-back": GiveBack(self.recoveries).run,
             "metrics": self._metrics.run,
             "withheld": lambda: self.recoveries.withheld.run(self.slurm),
         }

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from gemini_hpc import clock
-from gemini_hpc.config import Settings
-from gemini_hpc.controller.gate import Gate
-from gemini_hpc.controller.journal import NODES, Journal
-from gemini_hpc.controller.lemons import Lemons
-from gemini_hpc.controller.withheld import DRAIN, Withheld
+from gemini_hpc.controller.journal import NODES
+from gemini_hpc.controller.recovery_context import RecoveryContext
+from gemini_hpc.controller.withheld import DRAIN
 from gemini_hpc.slurm import SlurmError
-from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import Node
 from gemini_hpc.wire.controller import HealthVerdict, RedNode
 
@@ -60,22 +56,10 @@ def explain_refusal(case: RedNodeCase) -> str:
 
 
 class SickNodeDrains:
-    """The drains of one controller. `say` adds a line to a job's log; `alert` calls the site's program."""
+    """The drains of one controller."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        slurm: SlurmApi,
-        journal: Journal,
-        lemons: Lemons,
-        gate: Gate,
-        withheld: Withheld,
-        say: Callable[[int, int, str, str, str], None],
-        alert: Callable[[str, int, str, str], None],
-    ) -> None:
-        self._settings, self._slurm, self._journal, self._lemons = settings, slurm, journal, lemons
-        self._gate, self._withheld = gate, withheld
-        self._say, self._alert = say, alert
+    def __init__(self, home: RecoveryContext) -> None:
+        self._home = home
         self._one = asyncio.Lock()  # no drain is counted twice
         self._tasks: set[asyncio.Task[str]] = set()
 
@@ -94,15 +78,18 @@ class SickNodeDrains:
 
     async def _judge(self, host: str, red: RedNode) -> str:
         found = _WORDS[red.verdict]
-        self._lemons.add_visit(host, "unhealthy", red.job, found)
+        self._home.lemons.add_visit(host, "unhealthy", red.job, found)
         try:
             async with self._one:
-                nodes = await self._slurm.read_nodes([host])
-                allowed, drained = self._settings.sick_nodes_per_day, self._journal.count_drained(clock.DAY_S)
+                nodes = await self._home.slurm.read_nodes([host])
+                allowed, drained = (
+                    self._home.settings.sick_nodes_per_day,
+                    self._home.journal.count_drained(clock.DAY_S),
+                )
                 why = explain_refusal(RedNodeCase(nodes.get(host), allowed, drained))
-                if not why and (mode := self._gate.explain_refusal(nodes[host].partitions)):
-                    if self._withheld.record_act(DRAIN, red.job, red.restart, host, found, mode):
-                        self._journal.write_line(NODES, "drain", "withheld", node=host, job=red.job)
+                if not why and (mode := self._home.gate.explain_refusal(nodes[host].partitions)):
+                    if self._home.withheld.record_act(DRAIN, red.job, red.restart, host, found, mode):
+                        self._home.journal.write_line(NODES, "drain", "withheld", node=host, job=red.job)
                     why = mode
                 if not why:
                     await self._drain(host, red, found)
@@ -110,15 +97,15 @@ class SickNodeDrains:
             why = str(exc)
         log.warning("event=%s host=%s job=%d detail=%s", "not-drained" if why else "drained", host, red.job, why)
         if not why:
-            self._say(red.job, red.restart, "drained", host, found)
+            self._home.log_event(red.job, red.restart, "drained", host, found)
             return "drained"
-        self._say(red.job, red.restart, "not_drained", host, f"{found}: {why}")
+        self._home.log_event(red.job, red.restart, "not_drained", host, f"{found}: {why}")
         if why.endswith("allowed"):
-            self._alert("sick nodes", red.job, host, why)
+            self._home.alerts.send_alert("sick nodes", red.job, host, why)
         return f"not drained: {why}"
 
     async def _drain(self, host: str, red: RedNode, found: str) -> None:
         reason = f"{REASON}, {found}, after job {red.job} restart {red.restart}"
-        self._journal.write_line(NODES, "drain", "before", node=host, job=red.job)
-        await self._slurm.drain_node(host, reason)
-        self._journal.write_line(NODES, "drain", "after", node=host)
+        self._home.journal.write_line(NODES, "drain", "before", node=host, job=red.job)
+        await self._home.slurm.drain_node(host, reason)
+        self._home.journal.write_line(NODES, "drain", "after", node=host)

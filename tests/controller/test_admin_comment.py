@@ -114,9 +114,7 @@ def test_each_end_is_noted_once(tmp_path: Path, refuses: bool) -> None:
         logs = EventLogs(str(tmp_path / "jobs"))
         logs.claim_log(JOB.raw_id, JOB.user_id)
         journal, lemons = Journal(str(tmp_path / "journal")), Lemons(str(tmp_path), 0)
-        return JobWatch(
-            settings, slurm, known, Recoveries(settings, slurm, journal, logs, known, Primary(slurm), lemons)
-        )
+        return JobWatch(Recoveries(settings, slurm, journal, logs, known, Primary(slurm), lemons))
 
     async def work(watch: JobWatch, state: str) -> None:
         slurm.current = dataclasses.replace(JOB, state=state)
@@ -155,7 +153,7 @@ def test_an_accounting_that_does_not_answer_is_awaited_once_for_all_jobs(tmp_pat
         known.track_job(dataclasses.replace(JOB, raw_id=raw_id)).write_entry()
         logs.claim_log(raw_id, JOB.user_id)
     recoveries = Recoveries(settings, slurm, journal, logs, known, Primary(slurm), lemons)
-    asyncio.run(JobWatch(settings, slurm, known, recoveries).poll_jobs())
+    asyncio.run(JobWatch(recoveries).poll_jobs())
     assert len(slurm.noted) == 1
     ended = [any(e.name == "ended" for e in logs.read_events(i, JOB.user_id)) for i in known.jobs]
     assert ended == [True] * 3, "all ends are known all the same"

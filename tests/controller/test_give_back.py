@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,11 @@ class ScriptedSlurm(FakeSlurm):
 NEW, OLD = "2036-01-01T00:00:00", "2016-01-01T00:00:00"
 
 
+def watch(settings: Settings, slurm: FakeSlurm, journal: Journal) -> GiveBack:
+    home = SimpleNamespace(settings=settings, slurm=slurm, journal=journal, gate=Gate(Settings()))
+    return GiveBack(home)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("reason", "boot", "port", "wait_s", "times"),
     [
@@ -63,7 +69,7 @@ def test_given_back(
     monkeypatch.setattr(probe, "probe_ports", reached)
     slurm, journal = ScriptedSlurm(reason, boot), Journal(str(tmp_path / "journal"))
     journal.write_line("1.0", "down", "before", node="n1")
-    look = GiveBack(Settings(auto_resume_s=wait_s), slurm, journal, Gate(Settings())).check_fenced
+    look = watch(Settings(auto_resume_s=wait_s), slurm, journal).check_fenced
 
     async def many() -> None:
         for _ in range(12):
@@ -80,7 +86,7 @@ def test_given_back(
 
 def test_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
-    asyncio.run(GiveBack(Settings(auto_resume_s=0.01), slurm, journal, Gate(Settings())).check_fenced())
+    asyncio.run(watch(Settings(auto_resume_s=0.01), slurm, journal).check_fenced())
     assert not slurm.resumed
     journal.close()
 
@@ -88,7 +94,7 @@ def test_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
 def test_off_by_default(tmp_path: Path) -> None:
     assert Settings().auto_resume_s == 0
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
-    asyncio.run(asyncio.wait_for(GiveBack(Settings(), slurm, journal, Gate(Settings())).run(), 5))
+    asyncio.run(asyncio.wait_for(watch(Settings(), slurm, journal).run(), 5))
     journal.close()
 
 
@@ -104,7 +110,7 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
     monkeypatch.setattr(probe, "probe_ports", reached)
     slurm, journal = ScriptedSlurm(REASON, NEW, keeps=True), Journal(str(tmp_path / "journal"))
     journal.write_line("1.0", "down", "before", node="n1")
-    look = GiveBack(Settings(auto_resume_s=0.05), slurm, journal, Gate(Settings())).check_fenced
+    look = watch(Settings(auto_resume_s=0.05), slurm, journal).check_fenced
 
     async def many() -> None:
         for _ in range(12):

@@ -41,7 +41,9 @@ def made(tmp_path: Path, **settings: Any) -> Metrics:
     registry = SimpleNamespace(jobs={n: track(n) for n in (7, 8, 9)} | {3: track(3, ended=5.0)})
     journal = SimpleNamespace(count_fenced=lambda window_s: 1, count_drained=lambda window_s: 2)
     withheld = Withheld(str(tmp_path), lambda *said: None)
-    return Metrics(Settings(state_dir=str(tmp_path), **settings), registry, journal, withheld, ask)  # type: ignore[arg-type]
+    whole = Settings(state_dir=str(tmp_path), **settings)
+    home = SimpleNamespace(settings=whole, registry=registry, journal=journal, withheld=withheld)
+    return Metrics(home, ask)  # type: ignore[arg-type]
 
 
 def published(path: Path) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:

@@ -66,7 +66,7 @@ def watched(path: Path, slurm: Waits, wait_s: float, first: Job | None = FIRST) 
     settings = Settings(state_dir=str(path))
     logs, journal = EventLogs(str(path / "jobs")), Journal(str(path / "journal"))
     home = Recoveries(settings, slurm, journal, logs, known, Primary(slurm), Lemons(str(path), 0))
-    watcher = JobWatch(settings, slurm, known, home)
+    watcher = JobWatch(home)
 
     async def work() -> None:
         for pause_s in (0.0, wait_s, 0.0, 0.0):

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gemini_hpc.config import Settings
@@ -61,16 +62,17 @@ class Scene(FakeSlurm):
         self.alerts: list[tuple[str, str]] = []
         self.journal = Journal(str(path / "journal.jsonl"))
         self.withheld = Withheld(str(path), lambda *said: None)
-        self.sick = SickNodeDrains(
-            Settings(**settings),
-            self,
-            self.journal,
-            Lemons(str(path), 30),
-            Gate(Settings(**settings)),
-            self.withheld,
-            lambda raw_id, restart, event, host, detail: self.said.append((event, host, detail)),
-            lambda kind, raw_id, host, why: self.alerts.append((kind, host)),
+        home = SimpleNamespace(
+            settings=Settings(**settings),
+            slurm=self,
+            journal=self.journal,
+            lemons=Lemons(str(path), 30),
+            gate=Gate(Settings(**settings)),
+            withheld=self.withheld,
+            log_event=lambda raw_id, restart, event, host, detail: self.said.append((event, host, detail)),
+            alerts=SimpleNamespace(send_alert=lambda kind, raw_id, host, why: self.alerts.append((kind, host))),
         )
+        self.sick = SickNodeDrains(home)  # type: ignore[arg-type]
 
     async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         return {name: node("MIXED+DRAIN" if name in self.drained else "MIXED", name) for name in names}
