@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.controller.journal import end_line
+from gemini_hpc.controller.journal import end_line, read_records
 from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.files import replace_file
 from gemini_hpc.wire.inspect_schema import EventRecord
@@ -140,14 +140,6 @@ class EventLogs:
 
     def read_events(self, job: int, owner: int) -> tuple[EventRecord, ...]:
         """Return all events of a job in order of time; none if the log does not belong to this owner."""
-        events: list[EventRecord] = []
-        if self._read_owner(self._build_path(job)) != owner:
-            return ()
-        try:
-            with open(self._build_path(job), "rb") as f:
-                for line in f:
-                    with suppress(msgspec.MsgspecError):
-                        events.append(_decoder.decode(line))
-        except FileNotFoundError:
-            return ()
+        path = self._build_path(job)
+        events = list(read_records(path, _decoder)) if self._read_owner(path) == owner else []
         return tuple(sorted(events[1:], key=lambda e: e.t))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.files import replace_file
 
+T = TypeVar("T")
 _COMPACT_BYTES = 1 << 20
 _KEEP_S = clock.DAY_S  # a compacted journal keeps lines of the last day
 
@@ -61,14 +62,12 @@ def _parse_action(record: JournalRecord) -> Action:
     return Action(record.t, str(record.data.get("node", "")), user_id if isinstance(user_id, int) else None)
 
 
-def _read(path: str) -> Iterator[JournalRecord]:
-    try:
-        with open(path, "rb") as f:
-            for line in f:
-                with suppress(msgspec.MsgspecError):  # a line cut short by a crash
-                    yield _decoder.decode(line)
-    except FileNotFoundError:
-        return
+def read_records(path: str, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+    """Yield the lines of a file that can be decoded; none if there is no file."""
+    with suppress(FileNotFoundError), open(path, "rb") as f:
+        for line in f:
+            with suppress(msgspec.MsgspecError):  # a line cut short by a crash
+                yield decoder.decode(line)
 
 
 def end_line(file: IO[bytes]) -> None:
@@ -84,7 +83,7 @@ class Journal:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        records = list(_read(path))
+        records = list(read_records(path, _decoder))
         self._actions: dict[str, list[Action]] = {"down": [], "drain": [], "resume": []}
         self._open: dict[str, list[JournalRecord]] = {}
         for record in records:

@@ -214,8 +214,7 @@ class ProbeHistory:
         self._life: dict[str, tuple[float, Port]] = {}
         self._silent_since: dict[str, float | None] = dict.fromkeys(PORTS)
         self._unknown: set[str] = set()
-        self._no_agent_since: float | None = None
-        self._no_slurmd_since: float | None = None
+        self._unanswered_since: dict[str, float | None] = {"slurmd": None, "agent": None}
         self._looked_at = 0.0
         self.rounds = 0
 
@@ -224,14 +223,10 @@ class ProbeHistory:
         began += found.after_s  # the probe itself began after the name was resolved
         for what, port in zip(PORTS, (found.slurmd, found.agent, found.kernel), strict=True):
             self.note_port(what, port, began)
-        if found.agent in (Port.ANSWERS, Port.UNKNOWN):
-            self._no_agent_since = None
-        elif self._no_agent_since is None:
-            self._no_agent_since = began
-        if found.slurmd is Port.ANSWERS:
-            self._no_slurmd_since = None
-        elif self._no_slurmd_since is None:
-            self._no_slurmd_since = began
+        answers = {"slurmd": found.slurmd is Port.ANSWERS, "agent": found.agent in (Port.ANSWERS, Port.UNKNOWN)}
+        for what, does in answers.items():
+            since = self._unanswered_since[what]
+            self._unanswered_since[what] = None if does else began if since is None else since
         self._looked_at = clock.monotonic()
         self.rounds += 1
 
@@ -273,12 +268,12 @@ class ProbeHistory:
     @property
     def agent_silent_s(self) -> float:
         """Return for how many seconds no agent has answered, whether its port refused or not."""
-        return self._measure_silence_s(self._no_agent_since)
+        return self._measure_silence_s(self._unanswered_since["agent"])
 
     @property
     def slurmd_silent_s(self) -> float:
         """Return for how many seconds no slurmd has answered, whether its port refused or not."""
-        return self._measure_silence_s(self._no_slurmd_since)
+        return self._measure_silence_s(self._unanswered_since["slurmd"])
 
 
 class RepeatedProbe(ProbeHistory):

@@ -161,7 +161,7 @@ class Recovery:
                 self.is_acting = True
                 await self._act(facts)
             elif self._ahead is not None:
-                await self._ahead.release_reservation()
+                await self._ahead.held.release_reservation()
                 self.write_journal("close", "after", outcome="not acted on")
         finally:
             for suspect in self.suspects.values():
@@ -485,10 +485,10 @@ class Recovery:
                 await self._send_back(job)
         except Exception:
             with suppress(SlurmError):
-                await helper.release_reservation()
+                await helper.held.release_reservation()
             raise
         if not dead and not rebooted:
-            await helper.release_reservation()
+            await helper.held.release_reservation()
             self.write_journal("close", "after", outcome="nobody dead")
             self.log_event("closed", "", "no node is dead any more")
             return

@@ -136,10 +136,6 @@ class Requeue:
         theirs = self.held.find_survivors(name)
         return theirs is not None and not survivors & set(theirs)
 
-    async def release_reservation(self) -> None:
-        """Release the reservation."""
-        await self.held.release_reservation()
-
     # ---- following the job -----------------------------------------------------------------------------
 
     async def steer_requeue(self, limit_s: float = 600.0, *, leave_held: bool = False) -> str:
@@ -182,7 +178,7 @@ class Requeue:
         finally:
             survey.cancel()
             if not stopped:
-                await self.release_reservation()
+                await self.held.release_reservation()
 
     async def _step(self, began: float) -> str:
         try:

@@ -26,18 +26,6 @@ Say = Callable[[str, str, str], None]
 Note = Callable[..., None]
 
 
-def _find_nobody(name: str) -> None:
-    return None
-
-
-def _count_none(node: str) -> int:
-    return 0
-
-
-def _list_nothing() -> frozenset[str]:
-    return frozenset()
-
-
 @dataclass
 class Held:
     """The nodes that are reserved for one requeue.
@@ -58,9 +46,9 @@ class Held:
     log_event: Say
     write_journal: Note
     minutes: int = RESERVED_MINUTES
-    list_protected: Callable[[], Collection[str]] = _list_nothing
-    find_survivors: Callable[[str], Collection[str] | None] = _find_nobody
-    count_visits: Callable[[str], int] = _count_none
+    list_protected: Callable[[], Collection[str]] = frozenset
+    find_survivors: Callable[[str], Collection[str] | None] = lambda name: None
+    count_visits: Callable[[str], int] = lambda node: 0
     reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
     name: str = ""
     is_own: bool = False  # the reservation is the job's own, and is neither changed nor deleted

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -114,7 +115,7 @@ class Controller:
         server = await asyncio.start_server(self._serve_connection, port=self.settings.controller_port, backlog=1024)
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
         died = self.recoveries.on_task_death
-        work = {
+        work: dict[str, Callable[[], Awaitable[None]]] = {
             "watcher": self.watcher.run,
             "resume": self.recoveries.resume_open,
             "give-back": GiveBack(self.recoveries).run,

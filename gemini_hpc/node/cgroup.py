@@ -47,27 +47,20 @@ def find_place(pid: int | str = "self") -> Place | None:
         found = memory_cgroup.parse_place(_read_text(f"/proc/{pid}/cgroup"), _read_text("/proc/self/mountinfo"))
     except OSError:
         return None
-    return (
-        found
-        if found is not None
-        and _read_number(found.locate_directory(), memory_cgroup.name_usage_file(found.version)) >= 0
-        else None
-    )
+    if found is None or _read_number(found.locate_directory(), memory_cgroup.name_usage_file(found.version)) < 0:
+        return None
+    return found
 
 
 def find_lowest_limit(place: Place) -> tuple[int, str] | None:
     """Return (bytes, file with that limit) of the lowest limit from here up to the top, or None without a limit."""
-    lowest: tuple[int, str] | None = None
+    found: list[tuple[int, str]] = []
     for directory in place.walk_up():
         path = f"{directory}/{memory_cgroup.name_limit_file(place.version)}"
-        try:
-            with open(path, encoding="ascii", errors="replace") as f:
-                text = f.read(64).strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < memory_cgroup.UNLIMITED and (lowest is None or int(text) < lowest[0]):
-            lowest = int(text), path
-    return lowest
+        with suppress(OSError, ValueError):
+            if (limit := memory_cgroup.parse_limit(_read(path))) is not None:
+                found.append((limit, path))
+    return min(found, key=lambda each: each[0], default=None)
 
 
 def _read_text(path: str) -> str:
@@ -169,12 +162,10 @@ def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[AgentCg
             _ask_systemd(job, pid, limit_bytes)
         except OSError as exc:
             return NO_GROUP, f"systemd: {exc.strerror or exc}"
-        agent_place = find_place(pid)
-        return (
-            (AgentCgroup(2, (agent_place.locate_directory(),)), "")
-            if agent_place is not None
-            else (NO_GROUP, "the agent's scope is not visible")
-        )
+        scope = find_place(pid)
+        if scope is None:
+            return NO_GROUP, "the agent's scope is not visible"
+        return AgentCgroup(2, (scope.locate_directory(),)), ""
     place = find_place()
     if place is None:  # it was visible when the choice was made
         return NO_GROUP, "no memory cgroup is visible any more"

@@ -180,12 +180,10 @@ def plan_agents_cgroup(place: Place, choice: Choice, limit_bytes: int, used_byte
                 CgroupWrite(f"{parent}/cgroup.subtree_control", f"+{name}", needed=False) for name in _CONTROLLERS
             ]
         steps.append(CgroupWrite(f"{parent}/{name}"))
-    limit, swap = ("memory.limit_in_bytes", ("memory.swappiness", "0"))
-    if place.version == 2:
-        limit, swap = ("memory.max", ("memory.swap.max", "0"))
-    steps.append(CgroupWrite(f"{choice.directory}/{swap[0]}", swap[1], needed=False))
+    swap = "memory.swap.max" if place.version == 2 else "memory.swappiness"
+    steps.append(CgroupWrite(f"{choice.directory}/{swap}", "0", needed=False))
     if limit_bytes >= used_bytes:
-        steps.append(CgroupWrite(f"{choice.directory}/{limit}", str(limit_bytes)))
+        steps.append(CgroupWrite(f"{choice.directory}/{name_limit_file(place.version)}", str(limit_bytes)))
     return steps
 
 
