@@ -1,4 +1,4 @@
-"""The parts of the acting controller that its work shares, and what each recovery sees of the others."""
+"""The parts of the acting controller that its work shares, and the view of one recovery on the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OUTAGE_S = 120.0  # a silent host counts for this long in a mass outage
 
 
 class ActiveRecovery(Protocol):
-    """What a recovery in progress shows to others."""
+    """The interface of a recovery in progress to all others."""
 
     survivors: Survivors | None
     is_acting: bool

@@ -40,7 +40,6 @@ class Job:
     array_task_id: str
     is_het: bool
     is_batch: bool
-    batch_host: str
     min_cpus: int
     min_memory_mb: int
     start_time: float

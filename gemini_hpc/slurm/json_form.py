@@ -121,7 +121,6 @@ def _convert_job(r: Mapping[str, Any]) -> Job:
     waiting = drop_none(r.get("array_task_string") or "").partition("%")[0]
     task = "" if array is None else waiting or (str(_parse_number(task_id)) if has_task else "")
     memory = _parse_number(r["memory_per_node"]) or _parse_number(r["memory_per_cpu"])
-    batch = bool(r["batch_flag"])
     return Job(
         id=f"{array}_{task}" if array is not None else str(r["job_id"]),
         raw_id=int(r["job_id"]),
@@ -140,8 +139,7 @@ def _convert_job(r: Mapping[str, Any]) -> Job:
         array_job_id=array,
         array_task_id=task,
         is_het=_parse_number(r["het_job_id"]) != 0,
-        is_batch=batch,
-        batch_host=drop_none(r["batch_host"]) if batch else "",
+        is_batch=bool(r["batch_flag"]),
         min_cpus=_parse_number(r["minimum_cpus_per_node"]),
         min_memory_mb=memory,
         start_time=float(_parse_number(r["start_time"])),

@@ -189,7 +189,6 @@ def build_job(r: Mapping[str, Any]) -> Job:
     array = int(r["array_id"] or 0) or None
     waiting, task_id = r["array_tasks_waiting"], r["array_task_id"]
     task = "" if array is None else str(waiting or ("" if task_id is None else task_id))
-    batch = bool(r["is_batch_job"])
     return Job(
         id=f"{array}_{task}" if array is not None else str(r["id"]),
         raw_id=int(r["id"]),
@@ -208,8 +207,7 @@ def build_job(r: Mapping[str, Any]) -> Job:
         array_job_id=array,
         array_task_id=task,
         is_het=bool(r["heterogeneous_id"]),
-        is_batch=batch,
-        batch_host=(r["batch_host"] or "") if batch else "",
+        is_batch=bool(r["is_batch_job"]),
         min_cpus=int(r["min_cpus_per_node"] or 0),
         min_memory_mb=int(r["memory_per_node"] or r["memory_per_cpu"] or 0),
         start_time=float(r["start_time"] or 0),

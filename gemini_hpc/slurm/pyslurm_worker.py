@@ -35,7 +35,6 @@ JOB = (
     "requeue_count",
     "is_requeueable",
     "is_batch_job",
-    "batch_host",
     "partition",
     "reservation",
     "constraints",
@@ -91,7 +90,6 @@ def list_calls(pyslurm: Any) -> dict[str, Callable[..., Any]]:
         pyslurm.Job(raw_id).requeue()
 
     return {
-        "version": lambda: pyslurm.__version__,
         "job": read_job,
         "nodes": read_nodes,
         "node_state": set_node_state,

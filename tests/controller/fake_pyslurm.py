@@ -71,7 +71,7 @@ def _none(text: str) -> str | None:
 
 _FIELDS = (
     *("JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "State", "Reason", "UserID", "UserName", "NodeList"),
-    *("ReqNodes", "NumNodes", "RestartCnt", "Requeue", "BatchFlag", "BatchHost", "Partition", "Reservation"),
+    *("ReqNodes", "NumNodes", "RestartCnt", "Requeue", "BatchFlag", "Partition", "Reservation"),
     *("Feature", "MinCpus", "MinMemory", "StartTime", "EndTime", "exit_code"),
 )
 
@@ -113,7 +113,6 @@ class Job:
             "requeue_count": int(row["RestartCnt"]),
             "is_requeueable": row["Requeue"] == "1",
             "is_batch_job": row["BatchFlag"] == "1",
-            "batch_host": _none(row["BatchHost"]),
             "partition": row["Partition"],
             "reservation": _none(row["Reservation"]),
             "constraints": (_none(row["Feature"]) or "").split(",") if _none(row["Feature"]) else [],

@@ -45,7 +45,6 @@ def parse_job(line: str) -> Job:
         array_task_id=task,
         is_het="HetJobId" in fields,
         is_batch=fields["BatchFlag"] != "0",
-        batch_host=drop_none(fields.get("BatchHost", "")) if fields["BatchFlag"] != "0" else "",
         min_cpus=parse_number(fields["MinCPUsNode"]),
         min_memory_mb=parse_megabytes(fields.get("MinMemoryNode", fields.get("MinMemoryCPU", ""))),
         start_time=parse_time(fields["StartTime"]),

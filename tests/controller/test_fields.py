@@ -38,7 +38,6 @@ RUNNING = {
     "RestartCnt": "2",
     "Requeue": "1",
     "BatchFlag": "1",
-    "BatchHost": "n1",
     "MinCpus": "2",
     "MinMemory": "1536M",
     "StartTime": "2026-11-25T09:40:52",
@@ -71,7 +70,7 @@ def test_a_running_job() -> None:
     (row,) = split_rows(printed({**RUNNING}))
     job = build_job(row)
     assert (job.id, job.raw_id, job.state, job.user, job.user_id) == ("41", 41, "RUNNING", "alice", 5001)
-    assert job.nodes == ("n1", "n2", "n3") and (job.num_nodes, job.restarts, job.batch_host) == (3, 2, "n1")
+    assert job.nodes == ("n1", "n2", "n3") and (job.num_nodes, job.restarts) == (3, 2)
     assert (
         job.may_requeue and job.is_batch and job.is_actable and not job.is_het and job.reservation == "" == job.reason
     )

@@ -479,7 +479,7 @@ class Slurmctld:
             id=str(raw_id), raw_id=raw_id, state=job.shown, reason=job.reason, user_id=job.user_id, user="user",
             nodes=tuple(job.nodes), req_nodes=tuple(job.req_nodes), num_nodes=job.num_nodes, restarts=job.restarts,
             may_requeue=job.requeue, partition="all", reservation=job.reservation, features="", array_job_id=None,
-            array_task_id="", is_het=False, is_batch=True, batch_host=job.batch_host if job.nodes else "", min_cpus=1,
+            array_task_id="", is_het=False, is_batch=True, min_cpus=1,
             min_memory_mb=1, start_time=job.begin if job.shown == PENDING else job.start, end_time=end,
             exit_code=f"{job.exit_code}:0", gres_per_node={},
         )  # fmt: skip
