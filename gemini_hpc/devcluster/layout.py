@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from gemini_hpc.devcluster.errors import DevclusterError
@@ -21,43 +20,60 @@ CONTROLLER, BUILD = "controller", "build"
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 
 
-@dataclass(frozen=True)
 class ClusterFiles:
-    """The files of the cluster `name`, all below one root-owned directory, at the same path inside."""
+    """The files of the cluster `name`, all below one root-owned directory, at the same path inside.
 
-    name: str
+    Attributes:
+        directory: The directory of all files.
+        lock: The lock file.
+        record: The record of `bring_up`'s arguments (`record.ClusterRecord`).
+        outer: The outer init's pid and start time, which the init writes before anything else.
+        nodes: The directory of the nodes' records.
+        etc: The directory of the cluster's own files of /etc.
+        slurm_etc: The directory of Slurm's configuration files.
+        slurm_conf: The file slurm.conf.
+        slurmdbd_conf: The file slurmdbd.conf.
+        settings: The directory of gemini.toml.
+        log: The directory of the log files.
+        home: The directory of the users' homes.
+        spool: The directory of slurmd's spool, a private tmpfs on each node whose content a power cut loses.
+        state: The directory StateSaveLocation of slurmctld.
+        controller: The state directory of the gemini controller service.
+        controller_pid: The controller service's pid file.
+        munge: The directory of MUNGE's key and logs.
+        database: MariaDB's data directory.
+        site: The directory of the copied site files.
+        opt: The directory that is seen as `INSIDE`.
+    """
 
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+    def __init__(self, name: str) -> None:
+        """Check the name. Raises `DevclusterError` for one that is not valid."""
+        if not _NAME.fullmatch(name):
             raise DevclusterError(
-                f"cluster name {self.name!r} is not valid: use a lower-case letter, then up to 30 lower-case "
+                f"cluster name {name!r} is not valid: use a lower-case letter, then up to 30 lower-case "
                 "letters, digits or hyphens"
             )
-
-    @property
-    def directory(self) -> Path:
-        """Return the directory of all files."""
-        return ROOT / self.name
-
-    @property
-    def lock(self) -> Path:
-        """Return the path of the lock file."""
-        return ROOT / f".{self.name}.lock"
-
-    @property
-    def record(self) -> Path:
-        """Return the path of the record of `bring_up`'s arguments (`record.ClusterRecord`)."""
-        return self.directory / "cluster.json"
-
-    @property
-    def outer(self) -> Path:
-        """Return the path of the outer init's pid and start time, which the init writes before anything else."""
-        return self.directory / "outer.json"
-
-    @property
-    def nodes(self) -> Path:
-        """Return the directory of the nodes' records."""
-        return self.directory / "nodes"
+        self.name = name
+        self.directory = ROOT / name
+        self.lock = ROOT / f".{name}.lock"
+        self.record = self.directory / "cluster.json"
+        self.outer = self.directory / "outer.json"
+        self.nodes = self.directory / "nodes"
+        self.etc = self.directory / "etc"
+        self.slurm_etc = self.etc / "slurm"
+        self.slurm_conf = self.slurm_etc / "slurm.conf"
+        self.slurmdbd_conf = self.slurm_etc / "slurmdbd.conf"
+        self.settings = self.etc / "gemini-hpc"
+        self.log = self.directory / "log"
+        self.home = self.directory / "home"
+        self.spool = self.directory / "spool"
+        self.state = self.directory / "state"
+        self.controller = self.directory / "controller"
+        self.controller_pid = self.directory / "controller.pid"
+        self.munge = self.directory / "munge"
+        self.database = self.directory / "database"
+        self.site = self.directory / "site"
+        self.opt = self.directory / "opt"
 
     def locate_node_record(self, node: str) -> Path:
         """Return the path of a node's record."""
@@ -66,78 +82,3 @@ class ClusterFiles:
     def locate_boot_id(self, node: str) -> Path:
         """Return the path of a node's boot id."""
         return self.nodes / f"{node}.boot_id"
-
-    @property
-    def etc(self) -> Path:
-        """Return the directory of the cluster's own files of /etc."""
-        return self.directory / "etc"
-
-    @property
-    def slurm_etc(self) -> Path:
-        """Return the directory of Slurm's configuration files."""
-        return self.etc / "slurm"
-
-    @property
-    def slurm_conf(self) -> Path:
-        """Return the path of slurm.conf."""
-        return self.slurm_etc / "slurm.conf"
-
-    @property
-    def slurmdbd_conf(self) -> Path:
-        """Return the path of slurmdbd.conf."""
-        return self.slurm_etc / "slurmdbd.conf"
-
-    @property
-    def settings(self) -> Path:
-        """Return the directory of gemini.toml."""
-        return self.etc / "gemini-hpc"
-
-    @property
-    def log(self) -> Path:
-        """Return the directory of the log files."""
-        return self.directory / "log"
-
-    @property
-    def home(self) -> Path:
-        """Return the directory of the users' homes."""
-        return self.directory / "home"
-
-    @property
-    def spool(self) -> Path:
-        """Return the directory of slurmd's spool, a private tmpfs on each node whose content a power cut loses."""
-        return self.directory / "spool"
-
-    @property
-    def state(self) -> Path:
-        """Return the directory StateSaveLocation of slurmctld."""
-        return self.directory / "state"
-
-    @property
-    def controller(self) -> Path:
-        """Return the state directory of the gemini controller service."""
-        return self.directory / "controller"
-
-    @property
-    def controller_pid(self) -> Path:
-        """Return the path of the controller service's pid file."""
-        return self.directory / "controller.pid"
-
-    @property
-    def munge(self) -> Path:
-        """Return the directory of MUNGE's key and logs."""
-        return self.directory / "munge"
-
-    @property
-    def database(self) -> Path:
-        """Return MariaDB's data directory."""
-        return self.directory / "database"
-
-    @property
-    def site(self) -> Path:
-        """Return the directory of the copied site files."""
-        return self.directory / "site"
-
-    @property
-    def opt(self) -> Path:
-        """Return the directory that is seen as `INSIDE`."""
-        return self.directory / "opt"
