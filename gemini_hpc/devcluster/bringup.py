@@ -9,19 +9,16 @@ from collections.abc import Mapping, Sequence
 from gemini_hpc.devcluster import (
     accounting,
     accounts,
+    configuration,
     environment,
     hosts,
-    munge,
     network,
-    record,
     services,
-    settings,
-    slurmconf,
     teardown,
 )
-from gemini_hpc.devcluster.layout import ClusterFiles
+from gemini_hpc.devcluster.configuration import SLURMCTLD_PORT
+from gemini_hpc.devcluster.layout import ClusterFiles, ClusterRecord, save_record
 from gemini_hpc.devcluster.profiles import Profile, Setting
-from gemini_hpc.devcluster.record import ClusterRecord
 from gemini_hpc.devcluster.sitefiles import SiteBuild, SiteFiles
 
 
@@ -41,25 +38,28 @@ def bring_up(
     build = SiteBuild(layout) if site else None
     try:
         accounts.write(layout, nodes)
-        settings.write(layout, profile, overrides)
+        configuration.write_settings(layout, profile, overrides)
         teardown.create_mount_points()
         boot, outer = hosts.boot_controller(layout, environment.build(layout))
         try:
             network.create_bridge(outer.pid)
-            munge.create_key(layout)
-            munge.start(layout, {network.CONTROLLER: outer})
+            services.create_munge_key(layout)
+            services.start_munged(layout, {network.CONTROLLER: outer})
             found = build.files if build else SiteFiles()
-            slurmconf.write(layout, profile, nodes, cpus=cpus, memory_mb=memory_mb, site=found, extra=slurm_conf)
+            configuration.write_slurm_conf(
+                layout, profile, nodes, cpus=cpus, memory_mb=memory_mb, site=found, extra=slurm_conf
+            )
             if profile.accounting:
                 accounting.start(layout, outer)
-            services.start_slurmctld(layout, outer)
+            services.start_daemon(layout, outer, "slurmctld", "-f", str(layout.slurm_conf), "-i")
             started = hosts.boot_nodes(layout, outer, profile, nodes)
-            services.wait_for_slurmctld(layout, outer)
+            # A slurmd that registers before slurmctld answers retries only after seconds.
+            services.wait_for_daemon(layout, outer, "slurmctld", SLURMCTLD_PORT, 15.0)
             if build:
                 build.wait()
-            hosts.start_daemons(layout, profile, started)
+            services.start_node_daemons(layout, profile, started)
             flags = (found.plugin is not None, found.prolog is not None, found.epilog is not None)
-            record.save(layout.record, ClusterRecord(profile.name, nodes, *flags))
+            save_record(layout.record, ClusterRecord(profile.name, nodes, *flags))
             boot.commit()
         finally:
             boot.close()

@@ -28,27 +28,21 @@ class Machines(Protocol):
 
     def is_on(self, node: str) -> bool:
         """Return whether a node has power."""
-        ...
 
     def cut_power(self, node: str) -> None:
         """Cut a node's power."""
-        ...
 
     def restore_power(self, node: str) -> None:
         """Start a node."""
-        ...
 
     def resume(self, node: str) -> None:
         """Resume a node from DOWN and DRAIN."""
-        ...
 
     def read_node_states(self) -> dict[str, str]:
         """Return Slurm's state of each node."""
-        ...
 
     def read_queue(self) -> list[tuple[int, str, str]]:
         """Return id, state and list of nodes of each unfinished job."""
-        ...
 
 
 @dataclass(frozen=True)

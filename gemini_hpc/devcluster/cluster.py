@@ -21,17 +21,15 @@ from gemini_hpc.devcluster import (
     network,
     processes,
     profiles,
-    record,
     requirements,
     services,
     slurm,
     status,
-    submit,
     teardown,
 )
 from gemini_hpc.devcluster.enter import ClusterProcess
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import ClusterFiles
+from gemini_hpc.devcluster.layout import ClusterFiles, load_cluster
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.profiles import Profile, Setting
 from gemini_hpc.devcluster.status import ClusterStatus
@@ -128,7 +126,7 @@ class Cluster:
         requirements.check_root()
         layout = ClusterFiles(name)
         _load_outer(layout)
-        known = record.load_cluster(layout)
+        known = load_cluster(layout)
         return cls(layout, known.nodes, profiles.find_profile(known.profile))
 
     def __enter__(self) -> Self:
@@ -259,7 +257,7 @@ class Cluster:
         cwd: str | Path | None = None,
         *,
         node: str | None = None,
-    ) -> tuple[list[str], dict[str, str]]:
+    ) -> enter.Command:
         """Return argument vector and environment that run a command inside when executed on this machine."""
         host = self._load_outer() if node is None else self._require_init(node)
         configless = self._profile.configless and node is not None
@@ -287,7 +285,7 @@ class Cluster:
 
     def copy_script(self, args: Sequence[str], user: str) -> list[str]:
         """Return the arguments of sbatch, with the script copied to where `user` can read it."""
-        return submit.copy_script(args, accounts.find_account(self._layout, user))
+        return accounts.copy_script(args, accounts.find_account(self._layout, user))
 
     # Power and links
 
@@ -311,9 +309,8 @@ class Cluster:
             # Slurm distinguishes two slurmds only by the second in which they started.
             clock.sleep(max(0.0, last + 1.0 - clock.time()))
             began = int(clock.time())
-            hosts.start_daemons(
-                self._layout, self._profile, hosts.boot_nodes(self._layout, outer, self._profile, [node])
-            )
+            started = hosts.boot_nodes(self._layout, outer, self._profile, [node])
+            services.start_node_daemons(self._layout, self._profile, started)
         deadline = clock.monotonic() + timeout_s
         while slurm.read_slurmd_start(self._layout, outer, node) < began:
             if clock.monotonic() > deadline:
@@ -324,14 +321,8 @@ class Cluster:
 
     def resume(self, node: str) -> None:
         """Resume a node from DOWN and DRAIN."""
-        slurm.ask(
-            self._layout,
-            self._load_outer(),
-            "scontrol",
-            "update",
-            f"nodename={self._check_node(node)}",
-            "state=resume",
-        )
+        words = ("update", f"nodename={self._check_node(node)}", "state=resume")
+        slurm.ask(self._layout, self._load_outer(), "scontrol", *words)
 
     def restore(self, timeout_s: float = 60.0) -> None:
         """Return every node to power and service, and wait until all are idle.
@@ -391,8 +382,8 @@ class Cluster:
 
 
 def _load_outer(layout: ClusterFiles) -> ProcessId:
-    outer = processes.load(layout.outer)
-    if outer is None or not processes.is_alive(outer):
+    outer = processes.load_living(layout.outer)
+    if outer is None:
         raise DevclusterError(
             f"cluster {layout.name} is not running: gemini-hpc devcluster up --name {layout.name} starts it"
         )

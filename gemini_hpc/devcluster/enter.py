@@ -14,6 +14,7 @@ from gemini_hpc.devcluster import accounts
 from gemini_hpc.devcluster.layout import INSIDE_PYTHON, MARKER, ClusterFiles
 from gemini_hpc.devcluster.requirements import find_program
 
+Command = tuple[list[str], dict[str, str]]  # argument vector and environment
 Stream = int | IO[str] | IO[bytes] | None
 # `_CLOCK`: a node has its own boot time, if the kernel has time namespaces. `_IN_DIRECTORY` uses sh instead
 # of `env -C`, so that a command whose name contains "=" stays a command.
@@ -51,7 +52,7 @@ def build_command(
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
     configless: bool = False,
-) -> tuple[list[str], dict[str, str]]:
+) -> Command:
     """Return argument vector and environment that run `argv` beside the process `pid`.
 
     Args:
@@ -87,13 +88,13 @@ class ClusterProcess(subprocess.Popen[str]):
 
 
 def start_command(
-    command_and_environment: tuple[list[str], dict[str, str]],
+    command: Command,
     stdin: Stream = subprocess.DEVNULL,
     stdout: Stream = subprocess.PIPE,
     stderr: Stream = subprocess.PIPE,
 ) -> ClusterProcess:
     """Start the command that `build_command` has prepared, in its own session."""
-    argv, env = command_and_environment
+    argv, env = command
     return ClusterProcess(
         argv,
         env=env,

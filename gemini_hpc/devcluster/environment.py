@@ -17,10 +17,10 @@ import sysconfig
 from pathlib import Path
 
 import gemini_hpc
-from gemini_hpc.devcluster.boot import Mount
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import INSIDE, INSIDE_PYTHON, ClusterFiles
 
+Mount = list[str | int | bool]  # a step of `init.apply`
 INIT = Path("devcluster") / "init.py"
 # paths hidden by a cluster's own tmpfs
 _PRIVATE = (Path("/tmp"), Path("/run"), Path("/dev/shm"))

@@ -2,27 +2,118 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import select
+import socket
+import struct
+import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gemini_hpc import clock
-from gemini_hpc.devcluster import cgroups, enter, environment, munge, network, processes, record
-from gemini_hpc.devcluster.boot import Boot, Mount
-from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import INSIDE, MARKER, SETTINGS, ClusterFiles
+from gemini_hpc.devcluster import cgroups, enter, environment, network, processes
+from gemini_hpc.devcluster.environment import Mount
+from gemini_hpc.devcluster.errors import DevclusterError, read_log_tail
+from gemini_hpc.devcluster.layout import (
+    INSIDE,
+    MARKER,
+    SETTINGS,
+    ClusterFiles,
+    NodeRecord,
+    load_record,
+    read_rate,
+    save_record,
+)
 from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.profiles import Profile
-from gemini_hpc.devcluster.record import NodeRecord
-from gemini_hpc.devcluster.requirements import find_program
-from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
 from gemini_hpc.node.job_directory import RUN_OPTIONS
 
 # seconds for which a power-off with reset leaves the link up for the dying connections' last packets
 RESET_S = 0.2
+_CREDENTIALS = struct.Struct("iII")
 _TMPFS: list[Mount] = [["tmpfs", "/tmp", 0o1777], ["tmpfs", "/dev/shm", 0o1777]]
+
+
+class Boot:
+    """A host (controller host or node) that is being started.
+
+    If the object is closed without `commit`, the host ends.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        host: str,
+        mounts: Sequence[Mount],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        record: Path | None = None,
+    ) -> None:
+        """Start the init of a host.
+
+        Args:
+            command: Ends in the path of init.py and the cluster's name.
+            host: The host's name.
+            mounts: The mounts to make, in order.
+            environment: The init's environment.
+            log: The file for the init's output.
+            record: The file in which the init records its own pid and start time, if any.
+        """
+        self.host = host
+        self._log = log
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        with theirs, log.open("ab") as output:
+            self._launcher = subprocess.Popen(
+                [*command, host, str(theirs.fileno())],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                start_new_session=True,
+            )
+        spec: dict[str, Any] = {
+            "record": str(record) if record else None,
+            "booted": record is None,
+            "mounts": list(mounts),
+        }
+        with contextlib.suppress(BrokenPipeError):
+            self._channel.send(json.dumps(spec).encode())
+
+    def wait_ready(self, timeout_s: float = 10.0) -> ProcessId:
+        """Wait until the mounts are in place; return the init with its pid on this machine."""
+        if not select.select([self._channel], [], [], timeout_s)[0]:
+            raise DevclusterError(
+                f"host {self.host} did not come up within {timeout_s:g} s: {read_log_tail(self._log)}"
+            )
+        message, ancillary, _, _ = self._channel.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
+        if message != b"ready":
+            reason = message.decode().removeprefix("error: ") or f"its init ended: {read_log_tail(self._log)}"
+            raise DevclusterError(f"host {self.host} did not come up: {reason}")
+        self._launcher.wait(timeout_s)
+        pid = _CREDENTIALS.unpack(ancillary[0][2][: _CREDENTIALS.size])[0]
+        if (found := processes.identify(pid)) is None:
+            raise DevclusterError(f"host {self.host} ended at once: {read_log_tail(self._log)}")
+        return found
+
+    def commit(self) -> None:
+        """Let the host live without this process from now on."""
+        self._channel.send(b"commit")
+        self._channel.close()
+
+    def close(self) -> None:
+        """Close the dialogue; a host without `commit` ends."""
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(5.0)
 
 
 def boot_controller(layout: ClusterFiles, python: list[Mount]) -> tuple[Boot, ProcessId]:
@@ -105,11 +196,9 @@ def boot_nodes(
         for node, boot in boots.items():
             found[node] = boot.wait_ready()
             network.plug(outer.pid, node, found[node].pid)
-            known = record.load_node(layout, node)
-            rate = known.rate if known else None
-            if rate:
+            if rate := read_rate(layout, node):
                 network.limit_link(outer.pid, node, found[node].pid, rate)
-            record.save(layout.locate_node_record(node), NodeRecord(found[node].pid, found[node].start, rate))
+            save_record(layout.locate_node_record(node), NodeRecord(found[node].pid, found[node].start, rate))
             boot.commit()
     finally:
         for boot in boots.values():
@@ -117,36 +206,9 @@ def boot_nodes(
     return found
 
 
-def start_daemons(layout: ClusterFiles, profile: Profile, nodes: dict[str, ProcessId]) -> None:
-    """Start munged, if each node has its own, and slurmd, on several nodes at once.
-
-    The slurmds have read their configuration when the function returns.
-    """
-    if profile.munge_per_node:
-        munge.start(layout, nodes)
-    source = ["-f", str(layout.slurm_conf)]
-    if profile.configless:
-        source = ["--conf-server", f"{network.CONTROLLER}:{SLURMCTLD_PORT}"]
-    argv = [find_program("slurmd"), *source, "-N"]
-    started = {
-        node: enter.start_command(
-            enter.build_command(
-                layout, process.pid, cgroups.wrap_for_slurmd([*argv, node]), configless=profile.configless
-            )
-        )
-        for node, process in nodes.items()
-    }
-    for node, process in started.items():
-        done = enter.complete(process, None, 20.0)
-        if done.returncode:
-            raise DevclusterError(f"slurmd did not start on {node}: {' '.join(done.stderr.split())}")
-
-
 def find_init(layout: ClusterFiles, node: str) -> ProcessId | None:
     """Return the init of a node, None if the node is off."""
-    known = record.load_node(layout, node)
-    process = ProcessId(known.pid, known.start) if known else None
-    return process if process and processes.is_alive(process) else None
+    return processes.load_living(layout.locate_node_record(node))
 
 
 def cut_power(layout: ClusterFiles, outer: ProcessId, node: str, process: ProcessId, reset: bool) -> None:
@@ -179,6 +241,5 @@ def _end_init(node: str, process: ProcessId) -> None:
 
 def set_rate(layout: ClusterFiles, node: str, rate: str | None) -> None:
     """Record a link's limit, so that it is set again at the next power-on."""
-    known = record.load_node(layout, node)
-    if known is not None:
-        record.save(layout.locate_node_record(node), NodeRecord(known.pid, known.start, rate))
+    if known := load_record(layout.locate_node_record(node), NodeRecord):
+        save_record(layout.locate_node_record(node), NodeRecord(known.pid, known.start, rate))

@@ -1,9 +1,12 @@
-"""The paths of a cluster's files, and the paths inside its namespaces that it hides behind its own."""
+"""The paths of a cluster's files with its records, and the paths inside that it hides behind its own."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from gemini_hpc.devcluster.errors import DevclusterError
 
@@ -18,6 +21,7 @@ ROLE = "GEMINI_DEVCLUSTER_ROLE"
 CONTROLLER, BUILD = "controller", "build"
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+T = TypeVar("T")
 
 
 class ClusterFiles:
@@ -26,7 +30,7 @@ class ClusterFiles:
     Attributes:
         directory: The directory of all files.
         lock: The lock file.
-        record: The record of `bring_up`'s arguments (`record.ClusterRecord`).
+        record: The record of `bring_up`'s arguments (`ClusterRecord`).
         outer: The outer init's pid and start time, which the init writes before anything else.
         nodes: The directory of the nodes' records.
         etc: The directory of the cluster's own files of /etc.
@@ -82,3 +86,49 @@ class ClusterFiles:
     def locate_boot_id(self, node: str) -> Path:
         """Return the path of a node's boot id."""
         return self.nodes / f"{node}.boot_id"
+
+
+class ClusterRecord(msgspec.Struct, frozen=True):
+    """The record of a cluster, written at the end of `bring_up`; a cluster without it never started completely."""
+
+    profile: str
+    nodes: list[str]
+    plugin: bool
+    prolog: bool
+    epilog: bool
+
+
+class NodeRecord(msgspec.Struct, frozen=True):
+    """The record of a node: `pid` and `start` of the init of its last start (see `processes.ProcessId`)."""
+
+    pid: int
+    start: int
+    rate: str | None = None
+
+
+def save_record(path: Path, record: msgspec.Struct) -> None:
+    """Write a record in one step."""
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(record) + b"\n")
+    new.rename(path)
+
+
+def load_record(path: Path, kind: type[T]) -> T | None:
+    """Return the record in a file, None if the file is missing or incomplete."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def load_cluster(layout: ClusterFiles) -> ClusterRecord:
+    """Return the record of a cluster. Raises `DevclusterError` if there is none."""
+    if (found := load_record(layout.record, ClusterRecord)) is None:
+        raise DevclusterError(f"cluster {layout.name} never came up completely: take it down and start it again")
+    return found
+
+
+def read_rate(layout: ClusterFiles, node: str) -> str | None:
+    """Return the recorded limit of a node's link, None if there is none."""
+    known = load_record(layout.locate_node_record(node), NodeRecord)
+    return known.rate if known else None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from gemini_hpc.devcluster.layout import load_record
+
 PROC = Path("/proc")
 
 
@@ -38,28 +40,14 @@ def is_alive(process: ProcessId) -> bool:
     return identify(process.pid) == process
 
 
-def ends(process: ProcessId, within_s: float) -> bool:
-    """Return whether a process ends by itself within that time."""
-    try:
-        fd = os.pidfd_open(process.pid)
-    except OSError:
-        return True
-    try:
-        return not is_alive(process) or bool(select.select([fd], [], [], within_s)[0])
-    finally:
-        os.close(fd)
+def load_living(path: Path) -> ProcessId | None:
+    """Return the process recorded in a file, None if the file is missing or incomplete, or the process has ended."""
+    process = load_record(path, ProcessId)
+    return process if process is not None and is_alive(process) else None
 
 
-def load(record: Path) -> ProcessId | None:
-    """Return the process recorded in a file, None if the file is missing or incomplete."""
-    try:
-        return msgspec.json.decode(record.read_bytes(), type=ProcessId)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def end(process: ProcessId, sig: signal.Signals = signal.SIGKILL, wait_s: float = 10.0) -> bool:
-    """Send `sig` and wait until the process is gone; return False if it is still there after `wait_s`."""
+def end(process: ProcessId, sig: signal.Signals | None = signal.SIGKILL, wait_s: float = 10.0) -> bool:
+    """Send `sig`, if any, and wait until the process is gone; return False if it is still there after `wait_s`."""
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
@@ -68,8 +56,9 @@ def end(process: ProcessId, sig: signal.Signals = signal.SIGKILL, wait_s: float 
         # Checked after the pidfd was opened: from here on the descriptor cannot mean another process.
         if not is_alive(process):
             return True
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(fd, sig)
+        if sig is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, sig)
         return bool(select.select([fd], [], [], wait_s)[0])
     finally:
         os.close(fd)

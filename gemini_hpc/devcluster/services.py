@@ -1,42 +1,100 @@
-"""The daemons of the controller host: slurmctld and the gemini controller service."""
+"""The daemons of a cluster: munged, Slurm's, and the gemini controller service."""
 
 from __future__ import annotations
 
 import importlib.util
 import pwd
+import secrets
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from gemini_hpc import clock
-from gemini_hpc.devcluster import enter, network, processes
+from gemini_hpc.devcluster import cgroups, enter, network, processes
+from gemini_hpc.devcluster.configuration import SLURMCTLD_PORT
 from gemini_hpc.devcluster.errors import DevclusterError, read_log_tail
 from gemini_hpc.devcluster.layout import CONTROLLER, INSIDE_PYTHON, MARKER, ROLE, ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
+from gemini_hpc.devcluster.profiles import Profile
 from gemini_hpc.devcluster.requirements import find_program
-from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
 
 CONTROLLER_MODULE = "gemini_hpc.controller"
+START_S = 20.0  # a command that starts a daemon ends at once, unless the machine is overloaded
 SETTLE_S = 0.4  # a service with wrong settings ends before this time
 # after the two execs, the shell's pid is the service's
 _RECORD_AND_EXEC = 'echo $$ >"$0" && exec "$@"'
 
 
-def start_slurmctld(layout: ClusterFiles, outer: ProcessId) -> None:
-    """Start slurmctld as user slurm."""
-    argv = [find_program("slurmctld"), "-f", str(layout.slurm_conf), "-i"]
-    done = enter.complete(enter.start_command(enter.build_command(layout, outer.pid, argv)), None, 20.0)
+def create_munge_key(layout: ClusterFiles) -> None:
+    """Create the key that all hosts share."""
+    key = layout.munge / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+
+
+def start_munged(layout: ClusterFiles, hosts: Mapping[str, ProcessId]) -> None:
+    """Start munged on several hosts at once, at its usual socket; they answer when the function returns."""
+
+    def build_argv(host: str) -> list[str]:
+        return [
+            find_program("munged"),
+            f"--key-file={layout.munge / 'munge.key'}",
+            f"--log-file={layout.munge / f'munged.{host}.log'}",
+            f"--seed-file={layout.munge / f'munged.{host}.seed'}",
+            "--pid-file=/run/munge/munged.pid",
+            "--socket=/run/munge/munge.socket.2",
+            "--num-threads=4",
+        ]
+
+    _start_on_hosts(
+        "munged", {host: enter.build_command(layout, init.pid, build_argv(host)) for host, init in hosts.items()}
+    )
+
+
+def start_node_daemons(layout: ClusterFiles, profile: Profile, nodes: Mapping[str, ProcessId]) -> None:
+    """Start munged, if each node has its own, and slurmd, on several nodes at once.
+
+    The slurmds have read their configuration when the function returns.
+    """
+    if profile.munge_per_node:
+        start_munged(layout, nodes)
+    source = ["-f", str(layout.slurm_conf)]
+    if profile.configless:
+        source = ["--conf-server", f"{network.CONTROLLER}:{SLURMCTLD_PORT}"]
+    slurmd = [find_program("slurmd"), *source, "-N"]
+    commands = {}
+    for node, init in nodes.items():
+        argv = cgroups.wrap_for_slurmd([*slurmd, node])
+        commands[node] = enter.build_command(layout, init.pid, argv, configless=profile.configless)
+    _start_on_hosts("slurmd", commands)
+
+
+def _start_on_hosts(name: str, commands: Mapping[str, enter.Command]) -> None:
+    """Run the commands that start a daemon, by host and at once, until each has put it into the background."""
+    started = {host: enter.start_command(command) for host, command in commands.items()}
+    for host, process in started.items():
+        done = enter.complete(process, None, START_S)
+        if done.returncode:
+            raise DevclusterError(f"{name} did not start on {host}: {' '.join(done.stderr.split())}")
+
+
+def start_daemon(layout: ClusterFiles, outer: ProcessId, name: str, *arguments: str) -> None:
+    """Start a daemon of Slurm's on the controller host."""
+    argv = [find_program(name), *arguments]
+    done = enter.complete(enter.start_command(enter.build_command(layout, outer.pid, argv)), None, START_S)
     if done.returncode:
-        raise DevclusterError(f"slurmctld did not start: {' '.join(done.stderr.split())}")
+        why = " ".join(done.stderr.split()) or read_log_tail(layout.log / f"{name}.log")
+        raise DevclusterError(f"{name} did not start: {why}")
 
 
-def wait_for_slurmctld(layout: ClusterFiles, outer: ProcessId, timeout_s: float = 15.0) -> None:
-    """Wait until slurmctld answers, because a slurmd that registers earlier retries only after seconds."""
-    log, deadline = layout.log / "slurmctld.log", clock.monotonic() + timeout_s
-    while not network.listens(outer.pid, SLURMCTLD_PORT):
+def wait_for_daemon(layout: ClusterFiles, outer: ProcessId, name: str, port: int, timeout_s: float) -> None:
+    """Wait until a daemon of Slurm's on the controller host listens."""
+    log, deadline = layout.log / f"{name}.log", clock.monotonic() + timeout_s
+    while not network.listens(outer.pid, port):
         fatal = log.exists() and "fatal:" in log.read_text(errors="replace")
         if fatal or clock.monotonic() > deadline:
-            raise DevclusterError(f"slurmctld did not come up: {read_log_tail(log)}")
+            raise DevclusterError(f"{name} did not come up: {read_log_tail(log)}")
         clock.sleep(0.01)
 
 
@@ -83,7 +141,7 @@ def start_controller(layout: ClusterFiles, outer: ProcessId) -> ProcessId:
     log = layout.log / "controller.log"
     with log.open("a") as output:
         start = enter.build_command(layout, outer.pid, argv, env=extra)
-        enter.start_command(start, stdout=output, stderr=subprocess.STDOUT).wait(20.0)
+        enter.start_command(start, stdout=output, stderr=subprocess.STDOUT).wait(START_S)
     deadline = clock.monotonic() + 5.0
     # During an exec a process shows no environment, and cannot be recognized as ours.
     while (found := find_controller(layout, outer)) is None and clock.monotonic() < deadline:
@@ -91,7 +149,7 @@ def start_controller(layout: ClusterFiles, outer: ProcessId) -> ProcessId:
             break
         clock.sleep(0.005)
     # A service that cannot be imported, or rejects its settings, ends within this time.
-    if found is None or processes.ends(found, SETTLE_S):
+    if found is None or processes.end(found, None, SETTLE_S):
         raise DevclusterError(f"the controller service ended at once: {read_log_tail(log)}")
     return found
 

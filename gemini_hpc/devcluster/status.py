@@ -7,9 +7,9 @@ import subprocess
 
 import msgspec
 
-from gemini_hpc.devcluster import hosts, network, processes, record, services, slurm
+from gemini_hpc.devcluster import hosts, network, processes, services, slurm
 from gemini_hpc.devcluster.errors import DevclusterError
-from gemini_hpc.devcluster.layout import ROOT, ClusterFiles
+from gemini_hpc.devcluster.layout import ROOT, ClusterFiles, load_cluster, read_rate
 from gemini_hpc.devcluster.processes import ProcessId
 
 
@@ -63,12 +63,12 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 def collect(layout: ClusterFiles, outer: ProcessId) -> ClusterStatus:
     """Query the hosts' inits and Slurm; if Slurm does not answer, the states stay "unknown"."""
-    known, states = record.load_cluster(layout), dict[str, str]()
+    known, states = load_cluster(layout), dict[str, str]()
     with contextlib.suppress(DevclusterError, subprocess.TimeoutExpired):
         states = slurm.read_node_states(layout, outer)
     nodes = []
     for node in known.nodes:
-        process, facts = hosts.find_init(layout, node), record.load_node(layout, node)
+        process = hosts.find_init(layout, node)
         nodes.append(
             NodeStatus(
                 name=node,
@@ -76,7 +76,7 @@ def collect(layout: ClusterFiles, outer: ProcessId) -> ClusterStatus:
                 on=process is not None,
                 pid=process.pid if process else None,
                 slurm_state=states.get(node, "unknown"),
-                rate=facts.rate if facts else None,
+                rate=read_rate(layout, node),
             )
         )
     controller = services.find_controller(layout, outer)
@@ -104,5 +104,4 @@ def list_clusters() -> dict[str, bool]:
 
 def is_alive(layout: ClusterFiles) -> bool:
     """Return whether a cluster's outer init is alive."""
-    outer = processes.load(layout.outer)
-    return outer is not None and processes.is_alive(outer)
+    return processes.load_living(layout.outer) is not None

@@ -60,13 +60,11 @@ def tear_down(layout: ClusterFiles) -> bool:
 
 
 def _end_processes(layout: ClusterFiles) -> bool:
-    found = False
-    outer = processes.load(layout.outer)
-    if outer is not None and processes.is_alive(outer):
-        found = True
-        # The init of a pid namespace ends all processes in it, those of nested namespaces included.
-        if not processes.end(outer):
-            raise DevclusterError(f"cluster {layout.name}: process {outer.pid} does not end; try again")
+    outer = processes.load_living(layout.outer)
+    found = outer is not None
+    # The init of a pid namespace ends all processes in it, those of nested namespaces included.
+    if outer is not None and not processes.end(outer):
+        raise DevclusterError(f"cluster {layout.name}: process {outer.pid} does not end; try again")
     deadline = clock.monotonic() + 10.0
     # Two rounds in a row without strays: a process that was just being forked is seen in the second.
     quiet = 0
