@@ -1,6 +1,8 @@
-"""Ages and time spans as text for people."""
+"""Ages, time spans and moments as text for people."""
 
 from __future__ import annotations
+
+import time
 
 _UNITS = (("years", 31557600.0), ("days", 86400.0), ("h", 3600.0), ("min", 60.0))
 
@@ -20,3 +22,8 @@ def format_seconds(s: float) -> str:
     if s >= 1:
         return f"{s:.2f} s" if s < 100 else f"{s:.0f} s"
     return f"{1000 * s:.1f} ms" if s < 0.1 else f"{1000 * s:.0f} ms"
+
+
+def format_time(t: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Return the local time of a moment; `form` is as for `time.strftime`."""
+    return time.strftime(form, time.localtime(t))

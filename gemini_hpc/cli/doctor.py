@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     Raises:
         UsageError: The command line is wrong.
     """
-    from gemini_hpc.doctor import report
-    from gemini_hpc.doctor.examine import CHECKS, examine
-    from gemini_hpc.doctor.facts import HostFacts
+    from gemini_hpc.doctor.examine import CHECKS, build_document, examine, format_document
+    from gemini_hpc.doctor.facts import LOGIN, HostFacts
+    from gemini_hpc.doctor.finding import read_or
     from gemini_hpc.paths import name_user
     from gemini_hpc.report import columns
 
@@ -94,11 +94,13 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     except ConfigError as exc:
         frame.print_error("doctor", str(exc))
         status = UNUSABLE
-    for name in _list_unknown_warnings(facts, known):
+    accepted: tuple[str, ...] = read_or((), lambda: facts.settings.accepted_warnings)
+    for name in sorted(set(accepted) - known):
         frame.print_error("doctor", f"accepted_warnings names no check: {name[:60]!r}")
-    roles, slurm = sorted(_read_roles(facts)), _read_release(facts)
-    d = report.build_document(findings, facts.here, roles, name_user(facts.uid), slurm, status, clock.time())
-    result = frame.Result(d, lambda d: report.format_document(d, columns.measure_width()), status)
+    roles = sorted(read_or(frozenset((LOGIN,)), lambda: facts.roles))
+    slurm = read_or("", lambda: str(facts.conf.release))
+    d = build_document(findings, facts.here, roles, name_user(facts.uid), slurm, status, clock.time())
+    result = frame.Result(d, lambda d: format_document(d, columns.measure_width()), status)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
         print(result.format(args.json), flush=True)
         os._exit(status)  # a hanging check would hold up the end of this process
@@ -125,30 +127,3 @@ def _examine_cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result
     d = cluster.build_document(rows, own_host.host, own_host.settings_sha256, clock.time())
     text = cluster.format_table(rows, own_host.host, own_host.settings_sha256, columns.measure_width())
     return frame.Result(d, lambda _: text, d["status"])
-
-
-def _list_unknown_warnings(facts: HostFacts, known: set[str]) -> list[str]:
-    from gemini_hpc.doctor.finding import Unavailable
-
-    try:
-        return sorted(set(facts.settings.accepted_warnings) - known)
-    except Unavailable:
-        return []
-
-
-def _read_roles(facts: HostFacts) -> frozenset[str]:
-    from gemini_hpc.doctor.finding import Unavailable
-
-    try:
-        return facts.roles
-    except Unavailable:
-        return frozenset(("login",))
-
-
-def _read_release(facts: HostFacts) -> str:
-    from gemini_hpc.doctor.finding import Unavailable
-
-    try:
-        return str(facts.conf.release)
-    except Unavailable:
-        return ""

@@ -18,9 +18,9 @@ import msgspec
 
 from gemini_hpc import __version__, clock
 from gemini_hpc.core import hostlist
+from gemini_hpc.doctor.examine import sanitize_text
 from gemini_hpc.doctor.finding import ACCEPTED, WARNING, WRONG, Finding
-from gemini_hpc.doctor.report import sanitize_text
-from gemini_hpc.report.columns import USUAL, fold
+from gemini_hpc.report.columns import USUAL, align, fold
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.client import find_tool
 from gemini_hpc.slurm.facts import Node
@@ -188,15 +188,13 @@ def build_document(rows: Sequence[ClusterRow], host: str, digest: str, now: floa
 
 def format_table(rows: Sequence[ClusterRow], host: str, digest: str, columns: int = USUAL) -> str:
     """Return the table, then each finding once with its nodes, then the sum."""
-    heads = ("NODE", "STATUS", "RELEASE", "SETTINGS", "AGENTS", "WRONG", "WARNINGS", "ACCEPTED", "SLURM")
-    lines = [heads]
+    lines = [["NODE", "STATUS", "RELEASE", "SETTINGS", "AGENTS", "WRONG", "WARNINGS", "ACCEPTED", "SLURM"]]
     for r in rows:
         asked = not r.why
         agents = "-" if r.agents is None else str(r.agents)
         counts = [str(r.count(status)) if asked else "-" for status in (WRONG, WARNING, ACCEPTED)]
-        lines.append((r.node, r.status, r.version or "-", r.settings_sha256 or "-", agents, *counts, r.state))  # type: ignore[arg-type]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    shown = ["  ".join(f"{w:<{n}}" for w, n in zip(line, widths, strict=True)).rstrip() for line in lines]
+        lines.append([r.node, r.status, r.version or "-", r.settings_sha256 or "-", agents, *counts, r.state])
+    shown = align(lines)
     nodes_by_finding: dict[tuple[str, str, str], list[str]] = {}
     for r in rows:
         if r.why:

@@ -1,21 +1,29 @@
-"""Checks of the controller service: one instance, beside the slurmctld in charge, with a writable journal."""
+"""Checks of the controller service: one instance, beside the slurmctld in charge, with a writable journal.
+
+The lock's holder and a path's file system cannot be found by stat's device number. On btrfs it is a subvolume's own,
+and on overlayfs that of a layer. /proc/locks has the number of the file system's super block instead.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
-import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.controller import lemons, withheld
 from gemini_hpc.controller.primary import LOCK, is_here
-from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
+from gemini_hpc.durations import format_time
+from gemini_hpc.node import mounts
+from gemini_hpc.node.mounts import Mount
 from gemini_hpc.paths import name_user
 from gemini_hpc.settings import CANARY
 from gemini_hpc.slurm import Slurm
@@ -23,6 +31,9 @@ from gemini_hpc.slurm.ways import FILE, ApiRecord
 
 _FREE_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 20
+_MINUTE = "%Y-%m-%d %H:%M"
+_HELD = re.compile(r"^lock:\s+[0-9]+: FLOCK\s+ADVISORY\s+WRITE\s", re.M)
+_MAX_LOCKS_BYTES = 16 << 20
 _ALERT_S = 86400.0  # a day: an administrator reads the doctor's report daily at the most
 
 
@@ -31,7 +42,7 @@ def _find_controller_pid(facts: HostFacts) -> int | None:
     facts.require_slurm_user("the controller's lock")
     likely = sorted(facts.processes, key=lambda p: not p.controller)
     try:
-        return locks.find_holder(os.path.join(facts.settings.state_dir, LOCK), [p.pid for p in likely])
+        return find_holder(os.path.join(facts.settings.state_dir, LOCK), [p.pid for p in likely])
     except FileNotFoundError:
         return None
 
@@ -100,7 +111,7 @@ def check_journal(facts: HostFacts) -> Outcome:
         return report_wrong(
             f"{directory} has {free} free: the controller takes no action that it cannot journal", wanted, "free some"
         )
-    damaged = _count_damaged_lines(path)
+    damaged = sum(record is None for record in read_journal(path))
     if damaged:
         text = f"{damaged} of the newest lines of {path} cannot be read"
         return report_warning(
@@ -109,19 +120,18 @@ def check_journal(facts: HostFacts) -> Outcome:
     return report_ok(f"{path}, {info.st_size} bytes, {space.f_bavail * space.f_frsize >> 20} MiB free")
 
 
-def _count_damaged_lines(path: str) -> int:
+def read_journal(path: str, most_bytes: int = _TAIL_BYTES) -> Iterator[dict[str, Any] | None]:
+    """Yield the newest lines of a journal, None for one that cannot be read. Raises OSError."""
     with open(path, "rb") as f:
-        f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
-        lines = f.read(_TAIL_BYTES).split(b"\n")
-    if len(lines) > 1 and os.path.getsize(path) > _TAIL_BYTES:
-        lines = lines[1:]
-    damaged = 0
-    for line in lines:
-        try:
-            damaged += bool(line.strip()) and not isinstance(json.loads(line), dict)
-        except (ValueError, RecursionError):
-            damaged += 1
-    return damaged
+        begin = f.seek(max(0, os.fstat(f.fileno()).st_size - most_bytes))
+        lines = f.read(most_bytes).split(b"\n")
+    for line in lines[1:] if begin else lines:  # the first may be cut
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            yield record if isinstance(record, dict) else None
 
 
 def check_alerts(facts: HostFacts) -> Outcome:
@@ -132,19 +142,16 @@ def check_alerts(facts: HostFacts) -> Outcome:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise Unavailable(f"{path} is no file")
-        with open(path, "rb") as f:
-            f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
-            for line in f:
-                with suppress(ValueError, RecursionError, AttributeError, TypeError):
-                    record = json.loads(line)
-                    if record["step"] == "alert" and clock.time() - record["t"] < _ALERT_S:
-                        alerts.append(record)
+        for record in read_journal(path):
+            with suppress(TypeError, KeyError):
+                if record and record["step"] == "alert" and clock.time() - record["t"] < _ALERT_S:
+                    alerts.append(record)
     except FileNotFoundError:
         return report_ok(f"{path} does not exist yet")
     if not alerts:
         return report_ok("no alert within a day")
     data = alerts[-1].get("data", {})
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(alerts[-1]["t"]))
+    at = format_time(alerts[-1]["t"])
     last = f"{data.get('kind', '?')}: job {data.get('job', '?')} {data.get('node', '')}: {data.get('why', '')}"
     return report_warning(
         f"{len(alerts)} within a day, the last at {at}: {last}",
@@ -170,7 +177,7 @@ def check_lemons(facts: HostFacts) -> Outcome:
     descriptions = []
     for node in again:
         last = found[node][-1]
-        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(last.t))
+        at = format_time(last.t, _MINUTE)
         descriptions.append(
             f"{node} {len(found[node])} times, the last at {at} (job {last.job}: {last.what}: {last.why})"
         )
@@ -201,7 +208,7 @@ def check_mode(facts: HostFacts) -> Outcome:
         raise Unavailable(f"{path}: {exc}") from None
     if not acts:
         return report_ok(f"{where}; nothing was withheld yet")
-    since = time.strftime("%Y-%m-%d", time.localtime(acts[0].t))
+    since = format_time(acts[0].t, "%Y-%m-%d")
     count = withheld.count_verdicts(acts)
     summary = (
         f"{where}; withheld since {since}: {len(acts)} acts, of which Slurm confirmed {count[withheld.CONFIRMED]}"
@@ -211,17 +218,14 @@ def check_mode(facts: HostFacts) -> Outcome:
     if not false:
         return report_ok(summary)
     shown = [
-        f"{_format_time(a.t)} {withheld.WORDS[a.act]} {a.node} (job {a.job}: {a.why}): {a.evidence}" for a in false
+        f"{format_time(a.t, _MINUTE)} {withheld.WORDS[a.act]} {a.node} (job {a.job}: {a.why}): {a.evidence}"
+        for a in false
     ]
     return report_warning(
         f"{summary}. False alarms, the last first: {join_some(reversed(shown))}",
         "no act that Slurm refutes",
         "find out why such a node was silent (firewall, overload, a long pause) before the controller may act",
     )
-
-
-def _format_time(t: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(t))
 
 
 def check_primary(facts: HostFacts) -> Outcome:
@@ -254,7 +258,7 @@ def check_lock(facts: HostFacts) -> Outcome:
         return report_ok("one slurmctld, one journal")
     state, save = facts.settings.state_dir, facts.conf["StateSaveLocation"]
     try:
-        shared = locks.find_file_system(state) == locks.find_file_system(save)
+        shared = find_file_system(state) == find_file_system(save)
     except OSError as exc:
         raise Unavailable(f"{exc.filename}: {exc.strerror}") from None
     if not shared:
@@ -291,3 +295,75 @@ def check_slurm_api(facts: HostFacts) -> Outcome:
     if record.left or setting not in ("auto", record.used):
         return report_warning(text, wanted, fix)
     return report_ok(text)
+
+
+def holds_lock(pid: int, info: os.stat_result) -> bool:
+    """Return whether a process has this file open and locked; False if its descriptors are not visible."""
+    with suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                if not os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), info):
+                    continue
+                with open(f"/proc/{pid}/fdinfo/{fd}", encoding="ascii", errors="replace") as f:
+                    if _HELD.search(f.read(1 << 16)):
+                        return True
+    return False
+
+
+def find_pids_by_inode(info: os.stat_result, locks: str) -> list[int]:
+    """Return the pids in the text of /proc/locks that hold such a lock on a file of this inode number.
+
+    The file may be on any file system. A pid of 0 is one that is not visible from here.
+    """
+    found = []
+    for line in locks.splitlines():
+        fields = line.split()
+        if len(fields) < 6 or fields[1:4] != ["FLOCK", "ADVISORY", "WRITE"]:
+            continue
+        if fields[5].rpartition(":")[2] == str(info.st_ino):
+            found.append(max(0, int(fields[4])))
+    return found
+
+
+def find_holder(path: str, candidates: Iterable[int]) -> int | None:
+    """Return the pid of the process that holds a lock on `path`.
+
+    The result is 0 if the holder is not visible from here, and None if there is none. `candidates` are
+    possible holders, the likely ones first. Raises `FileNotFoundError`, OSError.
+    """
+    info = os.stat(path)
+    with open("/proc/locks", encoding="ascii", errors="replace") as f:
+        pids = find_pids_by_inode(info, f.read(_MAX_LOCKS_BYTES))
+    for pid in dict.fromkeys((*candidates, *filter(None, pids))):
+        if holds_lock(pid, info):
+            return pid
+    # Not root: others' descriptors are hidden from us, so the inode number alone must suffice.
+    closed = [pid for pid in pids if pid == 0 or not _is_visible(pid)]
+    return closed[0] if closed else None
+
+
+def _is_visible(pid: int) -> bool:
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def find_file_system(path: str, visible: Sequence[Mount] = ()) -> str:
+    """Return the identity of the file system of `path`: its device in /proc/self/mountinfo.
+
+    The device is the same for all subvolumes. `visible` are mounts for tests.
+
+    Raises:
+        OSError: `path` does not exist.
+    """
+    real = os.path.realpath(path, strict=True)
+    best, device = "", ""
+    for mount in visible or mounts.list_mounts():
+        within = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        if within and len(mount.point) >= len(best):  # a later mount at the same place covers the earlier one
+            best, device = mount.point, mount.device
+    return device

@@ -1,16 +1,18 @@
-"""The table of all checks, run in sequence in bounded time.
+"""The table of all checks, run in sequence in bounded time, and their findings as text and as a JSON document.
 
-A check that breaks or hangs never stops the others.
+A check that breaks or hangs never stops the others. The document has schema 1 (docs/json.md).
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from gemini_hpc import clock
+from gemini_hpc import __version__, clock
 from gemini_hpc.doctor import (
     controller,
     files,
@@ -21,11 +23,22 @@ from gemini_hpc.doctor import (
     munge,
     network,
     plugin,
-    scripts,
     slurm,
 )
-from gemini_hpc.doctor.facts import CONTROLLER, LOGIN, NODE, HostFacts
-from gemini_hpc.doctor.finding import ACCEPTED, SKIPPED, WARNING, WRONG, Finding, Outcome, Unavailable
+from gemini_hpc.doctor.facts import CONTROLLER, LOGIN, NODE, Here, HostFacts
+from gemini_hpc.doctor.finding import (
+    ACCEPTED,
+    SKIPPED,
+    STATUSES,
+    WARNING,
+    WRONG,
+    Finding,
+    Outcome,
+    Unavailable,
+    read_or,
+)
+from gemini_hpc.lines import replace_unprintable
+from gemini_hpc.report.columns import USUAL, fold
 
 ANYWHERE = frozenset((CONTROLLER, NODE, LOGIN))
 ON_SERVERS = frozenset((NODE, CONTROLLER))
@@ -63,8 +76,8 @@ CHECKS = (
     Check("slurm.job-container", "private directories", ANYWHERE, slurm.check_job_container),
     Check("slurm.expedited-requeue", "slurms-own-timers", ANYWHERE, slurm.check_expedited_requeue),
     Check("slurm.detection", "prove-death", ANYWHERE, slurm.check_detection),
-    Check("scripts.prolog", "users-errors", ANYWHERE, scripts.check_prolog),
-    Check("scripts.epilog", "give-way", ANYWHERE, scripts.check_epilog),
+    Check("scripts.prolog", "users-errors", ANYWHERE, installation.check_prolog),
+    Check("scripts.epilog", "give-way", ANYWHERE, installation.check_epilog),
     Check("plugin.line", "plugin-loaded", ANYWHERE, plugin.check_line),
     Check("plugin.release", "plugin-loaded", ANYWHERE, plugin.check_release),
     Check("plugin.run-dir", "plugin-loaded", ANYWHERE, plugin.check_run_dir),
@@ -114,6 +127,8 @@ CHECKS = (
 CHECK_TIMEOUT_S = 20.0  # the slowest check dials several hosts
 ALL_TIMEOUT_S = 90.0  # an administrator waits; checks left over are named
 OTHER_HOSTS = "not for this kind of host"
+SCHEMA = 1
+Document = dict[str, Any]
 
 
 def _run_check(check: Check, facts: HostFacts, answer: list[Outcome]) -> None:
@@ -155,7 +170,7 @@ def examine(facts: HostFacts, only: Collection[str] = (), checks: tuple[Check, .
     `only` restricts the checks to these names or groups (the part of a name before the dot).
     """
     end = clock.monotonic() + ALL_TIMEOUT_S
-    roles, accepted = _find_roles(facts), _read_accepted(facts)
+    roles, accepted = _find_roles(facts), read_or((), lambda: facts.settings.accepted_warnings)
     for check in checks:
         if only and check.name not in only and check.name.partition(".")[0] not in only:
             continue
@@ -172,16 +187,70 @@ def examine(facts: HostFacts, only: Collection[str] = (), checks: tuple[Check, .
         yield Finding(check.name, check.rule, outcome.status, outcome.found, outcome.wanted, outcome.fix, took)
 
 
-def _read_accepted(facts: HostFacts) -> tuple[str, ...]:
-    try:
-        return facts.settings.accepted_warnings
-    except Unavailable:
-        return ()
-
-
 def _find_roles(facts: HostFacts) -> frozenset[str]:
     found: list[frozenset[str]] = []
     thread = threading.Thread(target=lambda: found.append(facts.roles), daemon=True)
     thread.start()
     thread.join(CHECK_TIMEOUT_S)
     return found[0] if found else frozenset(("login",))
+
+
+def build_document(
+    findings: Sequence[Finding], own_host: Here, roles: Sequence[str], user: str, slurm: str, status: int, now: float
+) -> Document:
+    """Return the document of schema 1, to which keys are only ever added. `status` is the exit status."""
+    counts = Counter(f.status for f in findings)
+    return {
+        "schema": SCHEMA,
+        "t": now,
+        "host": own_host.host,
+        "roles": list(roles),
+        "user": user,
+        "version": __version__,
+        "slurm": slurm,
+        "settings_sha256": own_host.settings_sha256,
+        "agents": own_host.agents,
+        "status": status,
+        "counts": {word: counts[word] for word in STATUSES},
+        "checks": [asdict(f) for f in findings],
+    }
+
+
+def sanitize_text(text: str) -> str:
+    """Return text with unprintable characters replaced.
+
+    Paths, reasons and names partly come from other users, and the output appears on root's terminal.
+    """
+    return replace_unprintable(" ".join(text.split()))
+
+
+def format_document(d: Document, columns: int = USUAL) -> str:
+    """Return each check with its finding, and for faults the wanted state and the remedy.
+
+    Checks that are skipped for the same reason share one entry.
+    """
+    shown = [c for c in d["checks"] if not (c["status"] == SKIPPED and c["found"].startswith(OTHER_HOSTS))]
+    reasons: dict[str, list[str]] = {}
+    for c in shown:
+        if c["status"] == SKIPPED:
+            reasons.setdefault(c["found"], []).append(c["check"])
+    name_width = max((len(c["check"]) for c in shown if c["status"] != ACCEPTED), default=0)
+    lines = []
+    for c in shown:
+        if c["status"] == ACCEPTED:
+            continue
+        word = c["status"].upper() if c["status"] == WRONG else c["status"]
+        names = reasons.pop(c["found"], []) if c["status"] == SKIPPED else [c["check"]]
+        if not names:
+            continue
+        name = f"{names[0]:<{name_width}}  " if len(names) == 1 else f"{', '.join(names)}: "
+        lines += fold(name + sanitize_text(c["found"]), columns, " " * 11, f"{word:<8} ")
+        if c["status"] in (WARNING, WRONG):
+            lines += fold(sanitize_text(c["wanted"]), columns, " " * 19, f"{'':<11}wanted: ")
+            lines += fold(sanitize_text(c["fix"]), columns, " " * 19, f"{'':<11}fix:    ")
+    counts = Counter(c["status"] for c in shown)
+    elsewhere = len(d["checks"]) - len(shown)
+    summary = ", ".join(f"{counts[word]} {word}" for word in STATUSES)
+    others = f"; {elsewhere} are for other hosts" if elsewhere else ""
+    who = f"{d['host']} ({', '.join(d['roles'])}), as {d['user']}, Slurm {d['slurm'] or 'unknown'}"
+    return "\n".join([*lines, *fold(f"{who}: {len(shown)} checks: {summary}{others}", columns)])

@@ -1,4 +1,4 @@
-"""The facts that the checks use, each looked up once: settings, Slurm's answers, this host's processes.
+"""The facts that the checks use, each looked up once: settings, Slurm's answers, this host's files and processes.
 
 A fact that is not available raises `Unavailable`. The checks that need it are skipped then and give the
 reason.
@@ -10,16 +10,17 @@ import asyncio
 import hashlib
 import os
 import pwd
+import re
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from gemini_hpc.config import ConfigError, Settings, load_site_settings
 from gemini_hpc.controller.primary import is_here
-from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
-from gemini_hpc.doctor.finding import Unavailable
+from gemini_hpc.doctor.finding import Unavailable, read_or
 from gemini_hpc.node import ledger
 from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import Job, Node, Reservation, WatchedJob
@@ -30,6 +31,70 @@ SLURM_TIMEOUT_S = 8.0  # a busy slurmctld answers within seconds; a check has 20
 DIGEST_DIGITS = 12  # of a file's digest that is shown: enough to compare
 T = TypeVar("T")
 _PENDING = object()
+_RELEASE = re.compile(r"([0-9]{2})\.([0-9]{1,2})(?:\.([0-9]{1,3}))?")
+_UNLIMITED = frozenset(("UNLIMITED", "INFINITE", "65534", "4294967294"))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlurmRelease:
+    """A release of Slurm."""
+
+    major: int
+    minor: int
+    micro: int
+
+    @classmethod
+    def parse(cls, text: str) -> SlurmRelease:
+        """Return the release in a text such as `slurm-wlm 22.05.8`. Raises `Unavailable`."""
+        found = _RELEASE.search(text)
+        if not found:
+            raise Unavailable(f"cannot find Slurm's release in {text[:60]!r}")
+        return cls(int(found[1]), int(found[2]), int(found[3] or 0))
+
+    @property
+    def series(self) -> tuple[int, int]:
+        """Return the major and minor number, for which a plugin must be built."""
+        return self.major, self.minor
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor:02}.{self.micro}"
+
+
+class Configuration:
+    """The keys and values of a configuration; a key that this release does not print is empty."""
+
+    def __init__(self, values: dict[str, str]) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> str:
+        return self._values.get(key, "")
+
+    def list_values(self, key: str) -> list[str]:
+        """Return the values of `Key`, or of `Key[0]`, `Key[1]`, ... as printed by later releases."""
+        found = [v for k, v in self._values.items() if re.fullmatch(rf"{key}(\[[0-9]+\])?", k)]
+        return [v for v in found if v]
+
+    def parse_words(self, key: str) -> dict[str, str]:
+        """Return a list of `word` and `word=value`, separated by commas or semicolons; words in lower case."""
+        parts = [p.strip() for p in re.split(r"[,;]", self[key]) if p.strip()]
+        return {name.lower(): value for name, _, value in (p.partition("=") for p in parts)}
+
+    def parse_number(self, key: str) -> float | None:
+        """Return a number, such as that of `60 sec`; infinity if it is unlimited, None if it is absent."""
+        first = self[key].split()[0] if self[key].split() else ""
+        if first.upper() in _UNLIMITED:
+            return float("inf")
+        return float(first) if re.fullmatch(r"[0-9]{1,15}", first) else None
+
+    @property
+    def controllers(self) -> list[str]:
+        """Return the short names of slurmctld's hosts, the primary first."""
+        return [host.partition("(")[0].partition(".")[0] for host in self.list_values("SlurmctldHost")]
+
+    @property
+    def release(self) -> SlurmRelease:
+        """Return slurmctld's release. Raises `Unavailable`."""
+        return SlurmRelease.parse(self["SLURM_VERSION"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,17 +282,36 @@ class HostFacts:
         except Unavailable:  # without Slurm, the running daemons show the roles
             names = {process.name for process in self.processes}
             found |= {role for role, daemon in ((CONTROLLER, "slurmctld"), (NODE, "slurmd")) if daemon in names}
-        try:
-            if any(is_here(host, "") for host in self.settings.list_controller_hosts()):
-                found.add(CONTROLLER)
-        except Unavailable:
-            pass
+        settings = read_or(None, lambda: self.settings)
+        if settings is not None and any(is_here(host, "") for host in settings.list_controller_hosts()):
+            found.add(CONTROLLER)
         return frozenset(found or {LOGIN})
 
     @property
     def processes(self) -> list[Process]:
         """Return the processes that this user can see."""
         return self._remember("processes", list_processes)
+
+
+def read_text(path: str, most_bytes: int = 1 << 20) -> str:
+    """Return the text of a file, or the beginning of a larger one. Raises OSError."""
+    with open(path, encoding="utf-8", errors="replace") as f:
+        return f.read(most_bytes)
+
+
+def run_program(argv: Sequence[str], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that needs nothing of this process's environment. Raises OSError, TimeoutExpired."""
+    return subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=timeout_s,
+        env={"PATH": "/usr/bin:/bin", "LC_ALL": "C", **variables},
+        cwd="/",
+        check=False,
+    )
 
 
 AGENT, CONTROL = b"gemini_hpc.agent", b"gemini_hpc.controller"

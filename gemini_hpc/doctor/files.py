@@ -17,8 +17,8 @@ from gemini_hpc import __version__, paths
 from gemini_hpc.agent.peers import failure_domains
 from gemini_hpc.config import ConfigError, load_site_settings
 from gemini_hpc.core.topology import TopologyError
-from gemini_hpc.doctor import plugin, scripts
-from gemini_hpc.doctor.facts import CONTROLLER, NODE, HostFacts
+from gemini_hpc.doctor import installation, plugin
+from gemini_hpc.doctor.facts import CONTROLLER, NODE, HostFacts, run_program
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.doctor.installation import PYTHON
 from gemini_hpc.node import job_directory
@@ -74,12 +74,12 @@ def check_scripts(facts: HostFacts) -> Outcome:
     """Check Prolog and Epilog, which run as root on every node."""
     files = []
     for kind in ("Prolog", "Epilog"):
-        for path in scripts.list_scripts(facts.conf, kind):
+        for path in installation.list_scripts(facts.conf, kind):
             if not os.path.lexists(path) and NODE not in facts.roles:
                 continue
             files.append(path)
             try:
-                called = scripts.find_our_script(path, kind)
+                called = installation.find_our_script(path, kind)
             except OSError:
                 continue
             files += [called] if called else []
@@ -109,23 +109,22 @@ def query_interpreter() -> list[str]:
     try:
         if os.geteuid() == 0 and paths.find_weaknesses(PYTHON):
             raise Unavailable(f"{PYTHON} is not run as root, others can change it (see files.python)")
-        done = subprocess.run(
-            [PYTHON, "-I", "-c", _ASK],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_INTERPRETER_TIMEOUT_S,
-            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
-            cwd="/",
-            check=False,
-        )
+        done = run_program([PYTHON, "-I", "-c", _ASK], _INTERPRETER_TIMEOUT_S, LC_ALL="C.UTF-8")
     except subprocess.TimeoutExpired:
         raise InterpreterError(f"{PYTHON} gave no answer within {_INTERPRETER_TIMEOUT_S:g} s") from None
     except OSError as exc:
         raise InterpreterError(f"{PYTHON}: {exc.strerror}") from None
     if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        last = done.stderr.strip().splitlines()[-1:]
         raise InterpreterError(f"{PYTHON} cannot import gemini_hpc: {' '.join(last)[:200]}")
-    return done.stdout.decode(errors="replace").splitlines()
+    return done.stdout.splitlines()
+
+
+def _find_code() -> tuple[list[str], list[str]]:
+    """Return the search path of that interpreter, and the directories of the packages. Raises ValueError, as well."""
+    _, package, _, *search = query_interpreter()
+    others = [os.path.join(place, name) for place in search for name in ("msgspec", "xxhash")]
+    return search, [os.path.dirname(package), *filter(os.path.isdir, others)]
 
 
 class InterpreterError(Exception):
@@ -184,14 +183,9 @@ def check_python(facts: HostFacts) -> Outcome:
     if chain.status != "ok":
         return chain
     try:
-        _, package, _, *search = query_interpreter()
+        search, modules = _find_code()
     except (InterpreterError, ValueError):
         return chain
-    modules = [os.path.dirname(package)]
-    for place in search:
-        for name in ("msgspec", "xxhash"):
-            if os.path.isdir(os.path.join(place, name)):
-                modules.append(os.path.join(place, name))
     # A missing file could be created later; but a missing zip lies in a directory that is checked.
     existing = [p for p in (*search, *modules) if os.path.lexists(p)]
     roots = _check_rights([PYTHON, *existing], "the interpreter, its search path and packages")
@@ -301,9 +295,7 @@ def _list_code() -> list[str]:
     environment = os.path.dirname(os.path.dirname(PYTHON))
     places = [PYTHON, *sorted(glob.glob(f"{environment}/lib*/python3*/site-packages"))]
     with suppress(InterpreterError, Unavailable, ValueError):
-        _, package, _, *search = query_interpreter()
-        modules = [os.path.dirname(package)]
-        modules += [os.path.join(p, name) for p in search for name in ("msgspec", "xxhash")]
+        search, modules = _find_code()
         places += [p for p in (*search, *modules) if os.path.lexists(p)]
     return places
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 OK, WARNING, ACCEPTED, WRONG, SKIPPED = "ok", "warning", "accepted", "wrong", "skipped"
 STATUSES = (OK, WARNING, ACCEPTED, WRONG, SKIPPED)
 _SHOWN = 6
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,14 @@ class Unavailable(Exception):
 
     The check is skipped then, and never reported as good.
     """
+
+
+def read_or(otherwise: T, look: Callable[[], T]) -> T:
+    """Return a fact, or `otherwise` if it is not visible from here."""
+    try:
+        return look()
+    except Unavailable:
+        return otherwise
 
 
 def report_ok(found: str) -> Outcome:

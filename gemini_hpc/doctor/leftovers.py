@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import calendar
 import errno
-import json
 import os
 import re
 import time
@@ -16,6 +15,7 @@ from gemini_hpc import clock
 from gemini_hpc.controller.registry import StoredJob
 from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.doctor import canary
+from gemini_hpc.doctor.controller import read_journal
 from gemini_hpc.doctor.facts import HostFacts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.durations import format_age
@@ -141,13 +141,10 @@ def check_directories(facts: HostFacts) -> Outcome:
 def _open_recoveries(path: str) -> set[int]:
     """Return the raw ids of jobs whose recovery the journal has not closed."""
     found: dict[str, bool] = {}
-    with suppress(FileNotFoundError), open(path, "rb") as f:
-        f.seek(max(0, os.fstat(f.fileno()).st_size - _MAX_BYTES))
-        for line in f.read(_MAX_BYTES).splitlines():
-            with suppress(ValueError, RecursionError, AttributeError):
-                record = json.loads(line)
-                if record.get("step") in ("open", "close"):
-                    found[str(record.get("key"))] = record["step"] == "open"
+    with suppress(FileNotFoundError):
+        for record in read_journal(path, _MAX_BYTES):
+            if record and record.get("step") in ("open", "close"):
+                found[str(record.get("key"))] = record["step"] == "open"
     return {parse_number(key.partition(".")[0]) for key, is_open in found.items() if is_open} - {0}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gemini_hpc.agent.replicas.memory import Budget
-from gemini_hpc.doctor.facts import HostFacts
+from gemini_hpc.doctor.facts import HostFacts, read_text
 from gemini_hpc.doctor.finding import Outcome, Unavailable, report_ok, report_warning, report_wrong
 from gemini_hpc.node.cgroup import SYSTEMD_BOOTED, find_lowest_limit, find_place
 from gemini_hpc.node.meminfo import read_meminfo
@@ -105,7 +105,6 @@ def check_unit(facts: HostFacts) -> Outcome:
 
 # Later directories win: the administrator's files override those of packages.
 UNIT_DIRECTORIES = ("/usr/lib/systemd/system", "/lib/systemd/system", "/run/systemd/system", "/etc/systemd/system")
-_MAX_UNIT_BYTES = 1 << 18
 
 
 def list_unit_files(unit: str, directories: tuple[str, ...] = UNIT_DIRECTORIES) -> list[str]:
@@ -125,10 +124,8 @@ def read_unit_setting(paths: list[str], section: str, key: str) -> tuple[str, st
     """Return (value, file) of the last assignment, empty if there is none. Raises OSError."""
     value, where = "", ""
     for path in paths:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            text = f.read(_MAX_UNIT_BYTES)
         current_section = ""
-        for line in map(str.strip, text.splitlines()):
+        for line in map(str.strip, read_text(path).splitlines()):
             if line.startswith("[") and line.endswith("]"):
                 current_section = line[1:-1]
             elif current_section == section and line.partition("=")[0].strip() == key and "=" in line:

@@ -9,7 +9,7 @@ import subprocess
 
 from gemini_hpc import clock, paths
 from gemini_hpc.doctor import network
-from gemini_hpc.doctor.facts import HostFacts
+from gemini_hpc.doctor.facts import HostFacts, run_program
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.wire import keyed, munge, site_key
 
@@ -65,19 +65,10 @@ def check_version(facts: HostFacts) -> Outcome:
         raise Unavailable(f"none of {', '.join(_PROGRAMS)} is here")
     if facts.root and paths.find_weaknesses(program):
         raise Unavailable(f"{program} is not run as root, others can change it")
-    env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
     try:
-        done = subprocess.run(
-            [program, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            env=env,
-            check=False,
-        )
+        return judge_version(run_program([program, "--version"], _TIMEOUT_S).stdout)
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise Unavailable(f"{program}: {exc}") from None
-    return judge_version(done.stdout.decode(errors="replace"))
 
 
 def judge_clock(ahead_s: float, where: str) -> Outcome:

@@ -14,7 +14,7 @@ from gemini_hpc.agent.peers.listen_address import find_interface_address
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.transfer.rdma import RdmaError, find_port
 from gemini_hpc.config import Settings
-from gemini_hpc.doctor.facts import CONTROLLER, HostFacts, list_sockets
+from gemini_hpc.doctor.facts import CONTROLLER, HostFacts, list_sockets, read_text
 from gemini_hpc.doctor.finding import (
     Outcome,
     Unavailable,
@@ -88,8 +88,7 @@ def check_slurm_ports(facts: HostFacts) -> Outcome:
 
 def _read_numbers(path: str) -> str:
     try:
-        with open(path, encoding="ascii", errors="replace") as f:
-            return f.read(1 << 16)
+        return read_text(path)
     except OSError as exc:
         raise Unavailable(f"{path}: {exc.strerror}") from None
 

@@ -1,21 +1,26 @@
-"""Checks of the SPANK plugin; Slurm reports a plugin that does not load in a log at most."""
+"""Checks of the SPANK plugin; Slurm reports a plugin that does not load in a log at most, and goes on without it."""
 
 from __future__ import annotations
 
 import glob
 import os
 import shlex
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gemini_hpc.doctor import elf
-from gemini_hpc.doctor.facts import HostFacts
+from gemini_hpc.doctor.facts import HostFacts, SlurmRelease, read_text
 from gemini_hpc.doctor.finding import Outcome, Unavailable, report_ok, report_warning, report_wrong
 
 NAME = "gemini_spank.so"
 DEFAULT_RUN_DIR = "/run/gemini-hpc"
-_MAX_BYTES = 1 << 20
 _MAX_FILES = 64
+SYMBOL = b"plugin_version"
+_MAX_PLUGIN_BYTES = 64 << 20
+_MAX_HEADERS = 4096
+_MAX_SYMBOLS = 1 << 20
+_DYNSYM = 11
+_LOAD = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,7 @@ def read_lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[PluginLi
     if path in seen or len(seen) >= _MAX_FILES:
         return
     seen.add(path)
-    with open(path, encoding="utf-8", errors="replace") as f:
-        text = f.read(_MAX_BYTES)
-    for line in text.splitlines():
+    for line in read_text(path).splitlines():
         try:
             words = shlex.split(line, comments=True)
         except ValueError:
@@ -108,8 +111,8 @@ def check_release(facts: HostFacts) -> Outcome:
     wanted = f"a plugin built against the headers of Slurm {'{}.{:02}'.format(*facts.release.series)}"
     fix = "make -C slurm clean all install with the headers of the Slurm that is installed here"
     try:
-        built = elf.read_release(path)
-    except elf.ElfError as exc:
+        built = read_release(path)
+    except ElfError as exc:
         return report_wrong(f"{path}: {exc}", wanted, fix)
     except OSError as exc:
         raise Unavailable(f"{path}: {exc.strerror}") from None
@@ -134,3 +137,63 @@ def check_run_dir(facts: HostFacts) -> Outcome:
             f"run_dir={wanted} behind the plugin in {find_plugstack(facts)}",
         )
     return report_ok(found)
+
+
+class ElfError(ValueError):
+    """The error that a file is not a readable plugin."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ElfLayout:
+    """The byte order and word size of a file."""
+
+    order: str
+    wide: bool
+
+    def unpack(self, fmt: str, data: bytes, at: int) -> tuple[int, ...]:
+        return struct.unpack_from(self.order + fmt, data, at)
+
+
+def read_release(path: str) -> SlurmRelease:
+    """Return the release that a plugin was built for, without loading it, which would run its code.
+
+    Raises `ElfError` and OSError.
+    """
+    with open(path, "rb") as f:
+        data = f.read(_MAX_PLUGIN_BYTES)
+    try:
+        return _find_release(data)
+    except (struct.error, IndexError, OverflowError):
+        raise ElfError("the file is cut short or damaged") from None
+
+
+def _find_release(data: bytes) -> SlurmRelease:
+    if data[:4] != b"\x7fELF" or data[4] not in (1, 2) or data[5] not in (1, 2):
+        raise ElfError("not a shared object")
+    layout = _ElfLayout("<" if data[5] == 1 else ">", data[4] == 2)
+    if not layout.wide:
+        raise ElfError("a 32-bit object: Slurm's are 64-bit")
+    phoff, shoff = layout.unpack("QQ", data, 32)
+    _, phentsize, phnum, shentsize, shnum = layout.unpack("5H", data, 52)
+    if max(phnum, shnum) > _MAX_HEADERS:
+        raise ElfError("too many headers")
+    sections = [layout.unpack("IIQQQQIIQQ", data, shoff + i * shentsize) for i in range(shnum)]
+    for section in sections:
+        kind, offset, size, link, entry = section[1], section[4], section[5], section[6], section[9]
+        if kind != _DYNSYM or entry < 24:
+            continue
+        names = sections[link][4]
+        for i in range(min(size // entry, _MAX_SYMBOLS)):
+            name, _, _, _, value, _ = layout.unpack("IBBHQQ", data, offset + i * entry)
+            if data[names + name : names + name + len(SYMBOL) + 1] == SYMBOL + b"\0":
+                return _read_release_at(layout, data, value, [(phoff + k * phentsize) for k in range(phnum)])
+    raise ElfError("no plugin_version in the file: not a plugin of Slurm")
+
+
+def _read_release_at(layout: _ElfLayout, data: bytes, address: int, headers: list[int]) -> SlurmRelease:
+    for at in headers:
+        kind, _, offset, start, _, size = layout.unpack("IIQQQQ", data, at)
+        if kind == _LOAD and start <= address < start + size:
+            (number,) = layout.unpack("I", data, offset + address - start)
+            return SlurmRelease(number >> 16 & 0xFF, number >> 8 & 0xFF, number & 0xFF)
+    raise ElfError("plugin_version is not in the file")

@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gemini_hpc.doctor import plugin, scripts
-from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
+from gemini_hpc.doctor import installation, plugin
+from gemini_hpc.doctor.facts import Configuration, SlurmRelease, read_text, run_program
 from gemini_hpc.doctor.finding import Unavailable
 from gemini_hpc.doctor.installation import SCRIPTS
 from gemini_hpc.slurm import SlurmError, find_tool
@@ -22,7 +22,6 @@ _USUAL_PLUGIN_DIRS = ("/usr/lib/*/slurm-wlm", "/usr/lib64/slurm", "/usr/lib/slur
 _LONGEST_WAIT_S = 60.0  # Slurm's default for UnkillableStepTimeout
 _SEVERAL_LINES = (24, 11)  # seen to run each Prolog= and Epilog= line; 22.05 runs the last one only
 _VERSION_TIMEOUT_S = 10.0  # a command that asks nobody, on a busy host
-_MAX_BYTES = 1 << 20
 _MAX_FILES = 64
 
 
@@ -42,13 +41,9 @@ class Need:
 
 def read_release(path: str) -> SlurmRelease | None:
     """Return the release of this host's Slurm, which need not run; None if it is not known."""
-    env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "SLURM_CONF": path}
     try:
-        argv = [find_tool("scontrol"), "--version"]
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_VERSION_TIMEOUT_S, env=env, check=False
-        )
-        return SlurmRelease.parse(done.stdout.decode(errors="replace"))
+        done = run_program([find_tool("scontrol"), "--version"], _VERSION_TIMEOUT_S, SLURM_CONF=path)
+        return SlurmRelease.parse(done.stdout)
     except (SlurmError, OSError, subprocess.TimeoutExpired, Unavailable):
         return None
 
@@ -98,9 +93,7 @@ def _read_assignments(path: str, seen: set[str]) -> Iterator[tuple[str, str]]:
     if path in seen or len(seen) >= _MAX_FILES:
         return
     seen.add(path)
-    with open(path, encoding="utf-8", errors="replace") as f:
-        text = f.read(_MAX_BYTES).replace("\\\n", " ")
-    for line in text.splitlines():
+    for line in read_text(path).replace("\\\n", " ").splitlines():
         words = line.partition("#")[0].split(maxsplit=1)
         if len(words) == 2 and words[0].lower() == "include":
             for included in sorted(glob.glob(os.path.join(os.path.dirname(path), words[1].strip()))):
@@ -138,7 +131,7 @@ def _build_script_needs(conf: Configuration, file: str, several: bool) -> Iterat
         name = kind.lower()
         ours, found = f"{SCRIPTS}/{name}", conf.list_values(kind)
         directory = next((os.path.dirname(value) for value in found if glob.has_magic(value)), "")
-        met = any(_calls(path, kind) for path in scripts.list_scripts(conf, kind))
+        met = any(_calls(path, kind) for path in installation.list_scripts(conf, kind))
         why = f"{ours} {does}; it does nothing for jobs without --gemini-replicas"
         if met or not found:
             line = f"{kind}={found[-1] if met else ours}"
@@ -157,7 +150,7 @@ def _build_script_needs(conf: Configuration, file: str, several: bool) -> Iterat
 def _calls(path: str, kind: str) -> bool:
     ours = f"{SCRIPTS}/{kind.lower()}"
     try:
-        return scripts.find_our_script(path, kind) is not None or scripts.find_drop_in_target(path) == ours
+        return installation.find_our_script(path, kind) is not None or installation.find_drop_in_target(path) == ours
     except OSError:
         return path == ours  # the nodes have it, this host need not
 
@@ -194,8 +187,7 @@ def _build_plugin_need(conf: Configuration, slurm_conf: str) -> Need:
 def _has_include(path: str, directory: str) -> bool:
     """Return whether a plugstack.conf includes the files of a directory."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            lines = [line.split() for line in f.read(_MAX_BYTES).splitlines()]
+        lines = [line.split() for line in read_text(path).splitlines()]
     except OSError:
         return False
     included = [

@@ -10,8 +10,7 @@ import os
 import pwd
 import re
 
-from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
-from gemini_hpc.doctor.facts import HostFacts
+from gemini_hpc.doctor.facts import Configuration, HostFacts, SlurmRelease, read_text
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 
 EDIT = "in slurm.conf, then scontrol reconfigure"
@@ -219,7 +218,6 @@ def check_cluster_name(facts: HostFacts) -> Outcome:
     return report_ok(ours)
 
 
-_MAX_BYTES = 1 << 20
 _NONE = ("", "none", "(null)")
 _UNTRIED = ("CLONE_NEWPID", "CLONE_NEWUSER")
 
@@ -254,8 +252,7 @@ def check_job_container(facts: HostFacts) -> Outcome:
     if not path:
         raise Unavailable(f"{plugin}, and none of {', '.join(names)} is in {beside} on this host")
     try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            text = f.read(_MAX_BYTES)
+        text = read_text(path)
     except OSError as exc:
         raise Unavailable(f"{plugin}, and {path} cannot be read: {exc.strerror}") from None
     run_dir = facts.settings.run_dir

@@ -71,7 +71,7 @@ objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT
 make -s -C "$top/slurm" SLURM_INCLUDE="${SLURM_INCLUDE:-/usr/include}" BUILD="$objects" PLUGIN="$objects/gemini_spank.so"
 release=$(PYTHONPATH=$top "$python" -c \
-	'import sys; from gemini_hpc.doctor import elf; print("{}.{:02}".format(*elf.read_release(sys.argv[1]).series))' \
+	'import sys; from gemini_hpc.doctor import plugin; print("{}.{:02}".format(*plugin.read_release(sys.argv[1]).series))' \
 	"$objects/gemini_spank.so")
 spank=$out/stage/gemini-hpc-spank-$release
 install -D -m 644 "$objects/gemini_spank.so" "$spank$plugins/gemini_spank.so"

@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.doctor import report
-from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
-from gemini_hpc.doctor.examine import CHECKS, examine
-from gemini_hpc.doctor.facts import Here, HostFacts
+from gemini_hpc.doctor.examine import CHECKS, build_document, examine
+from gemini_hpc.doctor.facts import Configuration, Here, HostFacts, SlurmRelease
 from gemini_hpc.doctor.finding import Unavailable
 
 pytestmark = pytest.mark.slow
@@ -235,7 +233,7 @@ def test_each_fact_missing(uid: int) -> None:
     for missing in ((), *((name,) for name in FACTS), tuple(FACTS)):
         with as_user(uid):
             found = list(examine(Lacking(*missing)))
-        document = report.build_document(found, Here("h", "", None), ["node"], "root", "", 0, 0.0)
+        document = build_document(found, Here("h", "", None), ["node"], "root", "", 0, 0.0)
         assert len(found) == len(CHECKS) and broken(document) == [], missing
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from gemini_hpc.cli.main import main
 from gemini_hpc.config import Settings
-from gemini_hpc.doctor import elf, examine, memory, network, report, slurm
-from gemini_hpc.doctor.configuration import Configuration, SlurmRelease
+from gemini_hpc.doctor import examine, memory, network, plugin, slurm
 from gemini_hpc.doctor.examine import ANYWHERE, ON_NODE, Check
-from gemini_hpc.doctor.facts import Here, HostFacts
+from gemini_hpc.doctor.facts import Configuration, Here, HostFacts, SlurmRelease
 from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, report_ok, report_warning
 from gemini_hpc.doctor.leftovers import parse_age_s
 from gemini_hpc.doctor.memory import list_unit_files, read_unit_setting
@@ -98,8 +97,8 @@ def test_a_fact_that_hangs_is_not_waited_for_twice(monkeypatch: pytest.MonkeyPat
 
 def test_the_text() -> None:
     findings = list(examine.examine(Told(UnkillableStepTimeout="5 sec\x1b[2J"), ["slurm.unkillable", "memory.unit"]))
-    d = report.build_document(findings, HERE, ["login"], "root", "22.05.8", 1, 2.0)
-    text = report.format_document(d)
+    d = examine.build_document(findings, HERE, ["login"], "root", "22.05.8", 1, 2.0)
+    text = examine.format_document(d)
     assert "WRONG    slurm.unkillable" in text and "wanted: at least 60 s" in text and "fix:" in text
     assert "memory.unit" not in text and "1 are for other hosts" in text and "\x1b" not in text
     assert sum(d["counts"].values()) == len(d["checks"]) == 2
@@ -111,12 +110,12 @@ def test_accepted_warnings_are_counted_and_not_shown() -> None:
     facts._known["settings"] = Settings(accepted_warnings=("x.warns", "slurm.unkillable"))
     warns = Check("x.warns", "", ANYWHERE, lambda _: report_warning("odd", "even", "none"))
     found = list(examine.examine(facts, ["x.warns", "slurm.unkillable"], (*examine.CHECKS, warns)))
-    d = report.build_document(found, HERE, ["login"], "root", "", 1, 2.0)
+    d = examine.build_document(found, HERE, ["login"], "root", "", 1, 2.0)
     assert d["counts"]["accepted"] == 1 and d["counts"]["wrong"] == 1
     assert (
-        "odd" not in report.format_document(d)
-        and "1 accepted" in report.format_document(d)
-        and "slurm.unkillable" in report.format_document(d)
+        "odd" not in examine.format_document(d)
+        and "1 accepted" in examine.format_document(d)
+        and "slurm.unkillable" in examine.format_document(d)
     )
 
 
@@ -135,7 +134,7 @@ def test_every_check_is_documented_and_broken_by_a_test() -> None:
 
 def test_the_document_is_documented() -> None:
     text = (ROOT / "docs/json.md").read_text().split("\n## doctor\n")[1].split("\n## ")[0]
-    d = report.build_document(
+    d = examine.build_document(
         list(examine.examine(Told(), ["slurm.unkillable"])), HERE, ["login"], "root", "", 0, 2.0
     )
     json.dumps(d)
@@ -307,5 +306,5 @@ def test_what_is_not_a_plugin(tmp_path: Path) -> None:
     for data in cases:
         path = tmp_path / "x.so"
         path.write_bytes(data)
-        with pytest.raises((elf.ElfError, struct.error)):
-            pytest.fail(f"{data!r}: {elf.read_release(str(path))}")
+        with pytest.raises((plugin.ElfError, struct.error)):
+            pytest.fail(f"{data!r}: {plugin.read_release(str(path))}")

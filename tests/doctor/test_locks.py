@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.doctor import locks
+from gemini_hpc.doctor import controller
+from gemini_hpc.node.mounts import parse_mountinfo
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
@@ -23,8 +24,8 @@ time.sleep(60)
 LOOK = """
 import sys
 sys.path.insert(0, "{root}")
-from gemini_hpc.doctor import locks
-print(locks.find_holder(sys.argv[1], []))
+from gemini_hpc.doctor import controller
+print(controller.find_holder(sys.argv[1], []))
 """
 # Runs in a mount namespace of its own; the first word is where to mount, the rest the command.
 OVERLAY = """
@@ -66,17 +67,17 @@ def held(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
 
 def test_the_holder_is_found(held: tuple[Path, subprocess.Popen[str]]) -> None:
     path, process = held
-    assert locks.find_holder(str(path), []) == process.pid
-    assert locks.find_holder(str(path), [os.getpid(), process.pid]) == process.pid
+    assert controller.find_holder(str(path), []) == process.pid
+    assert controller.find_holder(str(path), [os.getpid(), process.pid]) == process.pid
     process.kill()
     process.wait()
-    assert locks.find_holder(str(path), [os.getpid()]) is None
+    assert controller.find_holder(str(path), [os.getpid()]) is None
 
 
 def test_an_open_file_that_is_not_locked_is_nobodys(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with path.open("w"):
-        assert locks.find_holder(str(path), [os.getpid()]) is None
+        assert controller.find_holder(str(path), [os.getpid()]) is None
 
 
 def test_a_lock_on_another_file_of_the_same_number_is_not_ours(held: tuple[Path, subprocess.Popen[str]]) -> None:
@@ -84,10 +85,10 @@ def test_a_lock_on_another_file_of_the_same_number_is_not_ours(held: tuple[Path,
     text = (
         f"1: FLOCK  ADVISORY  WRITE {process.pid} 00:99:{path.stat().st_ino} 0 EOF\n2: POSIX ADVISORY READ 3 x 0 0\n"
     )
-    assert locks.find_pids_by_inode(path.stat(), text) == [process.pid]
+    assert controller.find_pids_by_inode(path.stat(), text) == [process.pid]
     other = path.with_name("other")
     other.touch()
-    assert not locks.holds_lock(process.pid, other.stat())
+    assert not controller.holds_lock(process.pid, other.stat())
 
 
 @pytest.mark.cluster
@@ -119,7 +120,8 @@ def test_which_file_system(tmp_path: Path) -> None:
     for name in ("var", "shared", "a b", "varied"):
         (tmp_path / name).mkdir()
     text = MOUNTS.format(top=os.path.realpath(tmp_path)).replace("\\\\040", "\\040")
-    on = {n: locks.find_file_system(str(tmp_path / n), text) for n in ("var", "shared", "a b", "varied")}
+    visible = list(parse_mountinfo(text))
+    on = {n: controller.find_file_system(str(tmp_path / n), visible) for n in ("var", "shared", "a b", "varied")}
     assert on == {"var": "0:21", "shared": "0:40", "a b": "0:41", "varied": "0:21"}
     with pytest.raises(FileNotFoundError):
-        locks.find_file_system(str(tmp_path / "nowhere"), text)
+        controller.find_file_system(str(tmp_path / "nowhere"), visible)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.cli.main import main
-from gemini_hpc.doctor import scripts, site_lines
-from gemini_hpc.doctor.configuration import SlurmRelease
+from gemini_hpc.doctor import installation, site_lines
+from gemini_hpc.doctor.facts import SlurmRelease
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,11 +89,11 @@ def test_a_directory_with_our_drop_in_needs_nothing(tmp_path: Path) -> None:
         (directory / "90-own").write_text("#!/bin/sh\n")
         drop_in = ROOT / "prolog_epilog" / directory.name / "50-gemini-hpc"
         (directory / drop_in.name).write_text(drop_in.read_text())
-        assert scripts.find_drop_in_target(str(drop_in)) == f"/opt/gemini-hpc/prolog_epilog/{kind.lower()}"
+        assert installation.find_drop_in_target(str(drop_in)) == f"/opt/gemini-hpc/prolog_epilog/{kind.lower()}"
         text += f"{kind}={directory}/*\n"
     path = written(tmp_path, text, "optional gemini_spank.so\n")
     assert needed(path) == needed(path, NEW) == []
-    order = scripts.list_scripts(site_lines.read_slurm_conf(str(path), OLD), "Prolog")
+    order = installation.list_scripts(site_lines.read_slurm_conf(str(path), OLD), "Prolog")
     assert [Path(found).name for found in order] == ["90-own", "50-gemini-hpc"], "slurmd's order"
 
 
@@ -101,11 +101,11 @@ def test_a_drop_in_counts_as_the_script_that_it_runs(tmp_path: Path) -> None:
     drop_in, target = tmp_path / "50-gemini-hpc", tmp_path / "prolog"
     text = (ROOT / "prolog_epilog/prolog.d/50-gemini-hpc").read_text()
     drop_in.write_text(text.replace("/opt/gemini-hpc/prolog_epilog/prolog", str(target)))
-    assert scripts.find_our_script(str(drop_in), "Prolog") is None
+    assert installation.find_our_script(str(drop_in), "Prolog") is None
     target.write_text("exec python3 -m gemini_hpc.node.prolog\n")
-    assert scripts.find_our_script(str(drop_in), "Prolog") == str(drop_in)
+    assert installation.find_our_script(str(drop_in), "Prolog") == str(drop_in)
     drop_in.write_text(f"exit 0\n[ ! -x {target} ] || exec {target}\n")
-    assert scripts.find_our_script(str(drop_in), "Prolog") == str(target), "named, and perhaps never reached"
+    assert installation.find_our_script(str(drop_in), "Prolog") == str(target), "named, and perhaps never reached"
 
 
 def test_the_drop_in_is_for_a_site_that_includes_its_directory(
