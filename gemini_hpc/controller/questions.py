@@ -13,7 +13,7 @@ from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.operators import Operators
 from gemini_hpc.query import past
-from gemini_hpc.query.inspect_document import Document, build_inspect_document, list_recoveries
+from gemini_hpc.query.inspect_document import Document, build_inspect_document
 from gemini_hpc.query.slurm_facts import NOT_YOURS, build_slurm_facts
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.facts import Job
@@ -153,7 +153,7 @@ class Questions:
                 last = max((e.t for e in events), default=0.0)
                 restart = max((e.restart for e in events), default=0)
                 ended, state = (how.t or last, how.state) if how else (last, past.UNKNOWN)
-                back = sum(r["completed"] for r in list_recoveries(events))
+                back = sum(r["completed"] for r in past.list_recoveries(events))
                 sealed = how.version if how else 0
                 rows.append(inspect_schema.JobRow(job, owner, state, 0, restart, back, ended, sealed))
         return rows

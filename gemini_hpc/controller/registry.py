@@ -19,7 +19,7 @@ from gemini_hpc import clock
 from gemini_hpc.controller.reservation import HOLD_S, PREFIX
 from gemini_hpc.controller.witnesses import Witnesses
 from gemini_hpc.files import replace_file
-from gemini_hpc.query.freed import describe_freed_copies
+from gemini_hpc.query.past import describe_freed_copies
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, PENDING, RUNNING, Job

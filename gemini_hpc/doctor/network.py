@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,10 +23,11 @@ from gemini_hpc.doctor.finding import (
     report_warning,
     report_wrong,
 )
+from gemini_hpc.query.ask import QueryError, build_client
 from gemini_hpc.settings import RDMA_OFF
-from gemini_hpc.wire import credentials, endpoint, hostname, site_key
+from gemini_hpc.wire import credentials, endpoint, hostname
 from gemini_hpc.wire.frames import FrameError, pack_bare, read_bare
-from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Envelope, HandshakeClient, HandshakeError
+from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Envelope, HandshakeError
 
 MASTER_PORTS = (24000, 31999)
 _EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -303,19 +303,9 @@ def greet(settings: Settings, slurm_uid: int) -> int:
 
 def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
     port = settings.controller_port
-    client = HandshakeClient(
-        purpose="query",
-        cluster=settings.cluster_name,
-        job=0,
-        restart=0,
-        source=socket.gethostname(),
-        target=host,
-        instance=secrets.token_hex(8),
-        server_uid=slurm_uid,
-    )
     where = f"{host}:{port}"
     try:
-        site_key.adopt(settings)
+        client = build_client(settings, 0, host, slurm_uid)
         with socket.create_connection((hostname.resolve_hostname(host), port), timeout=TIMEOUT_S) as sock:
             sock.sendall(pack_bare(client.build_greeting(endpoint.read_remote(sock))))
             envelope = msgspec.msgpack.decode(read_bare(sock, MAX_HELLO_BYTES), type=Envelope)
@@ -333,7 +323,7 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
         raise GreetingError(f"{where}: not a host name") from None
     except HandshakeError as exc:
         raise GreetingError(str(exc)) from None
-    except credentials.CredentialError as exc:
+    except (credentials.CredentialError, QueryError) as exc:
         raise GreetingError(f"{where}: {exc}") from None
     except msgspec.MsgspecError:
         raise GreetingError(f"{where} does not speak our protocol") from None

@@ -9,8 +9,8 @@ import secrets
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -21,7 +21,8 @@ from gemini_hpc.wire.credentials import CredentialError
 from gemini_hpc.wire.evacuate import NO_PART, EvacuateAsk, Evacuated
 from gemini_hpc.wire.flush import FlushAsk, Flushing
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
-from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
+from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed, connect_any
+from gemini_hpc.wire.message import Message
 
 if TYPE_CHECKING:
     from gemini_hpc.query.inspect_document import Document
@@ -31,6 +32,7 @@ CONTROLLER_TIMEOUT_S = 2.0  # a person waits; another controller, or the agents,
 AGENT_TIMEOUT_S = 1.0  # a person waits; of many nodes some are down
 PARALLEL = 64
 WITHOUT_CONTROLLER = "gemini-hpc inspect JOBID asks the agents themselves"
+A = TypeVar("A", inspect_schema.JobAnswer, inspect_schema.JobsAnswer)
 
 
 class QueryError(Exception):
@@ -41,9 +43,10 @@ class NoControllerError(Exception):
     """The error that no controller answers at its address."""
 
 
-def _build_client(
+def build_client(
     settings: Settings, job: int, target: str, server_uid: int, purpose: str = "query"
 ) -> HandshakeClient:
+    """Return the calling side of a handshake with the controller or an agent. Raises `QueryError`."""
     try:
         site_key.adopt(settings)
     except CredentialError as exc:
@@ -81,7 +84,7 @@ class ControllerLine:
             ) from None
         failed = []
         for host in hosts:
-            client = _build_client(settings, job, host, uid)
+            client = build_client(settings, job, host, uid)
             where = f"{host}:{settings.controller_port}"
             try:
                 self._link = BlockingLink.connect(host, settings.controller_port, client, CONTROLLER_TIMEOUT_S)
@@ -99,24 +102,23 @@ class ControllerLine:
 
         Raises `QueryError` with the controller's own text, `NoControllerError` if the connection is lost.
         """
-        try:
-            self._link.send(inspect_schema.JobAsk(job))
-            answer = self._link.receive(inspect_schema.JobAnswer)
-        except (OSError, LinkClosed) as exc:
-            raise NoControllerError(str(exc)) from None
-        if answer.error:
-            raise QueryError(answer.error)
-        return answer
+        return self._ask(inspect_schema.JobAsk(job), inspect_schema.JobAnswer)
 
     def list_jobs(self, everything: bool) -> inspect_schema.JobsAnswer:
         """Return the jobs that this user may see. Raises as `ask`."""
         try:
-            self._link.send(inspect_schema.JobsAsk(everything))
-            answer = self._link.receive(inspect_schema.JobsAnswer)
-        except (OSError, LinkClosed) as exc:
+            return self._ask(inspect_schema.JobsAsk(everything), inspect_schema.JobsAnswer)
+        except NoControllerError as exc:
             raise NoControllerError(
                 f"{exc}; a controller of an earlier version does not know this question"
             ) from None
+
+    def _ask(self, question: Message, kind: type[A]) -> A:
+        try:
+            self._link.send(question)
+            answer = self._link.receive(kind)
+        except (OSError, LinkClosed) as exc:
+            raise NoControllerError(str(exc)) from None
         if answer.error:
             raise QueryError(answer.error)
         return answer
@@ -147,6 +149,87 @@ def describe_answer(job: int, answer: inspect_schema.JobAnswer, asked: str, now:
     return build_inspect_document(job, *reported, asked, now, answer.lemons)
 
 
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A job and its nodes by name, whose agents are asked with these settings."""
+
+    settings: Settings
+    job: Job
+    nodes: dict[str, Node]
+
+    async def connect(self, name: str, purpose: str = "query") -> Link | None:
+        """Connect to the agent on a node; None if it does not answer, or refuses a mere query.
+
+        Raises `QueryError`.
+        """
+        from gemini_hpc.wire.ports import list_candidates
+
+        def build() -> HandshakeClient:
+            return build_client(self.settings, self.job.raw_id, name, self.job.user_id, purpose)
+
+        ports = list_candidates(self.settings, self.job.raw_id)
+        try:
+            return (await connect_any(self.nodes[name].address, ports, build, AGENT_TIMEOUT_S))[0]
+        except (OSError, LinkClosed):
+            return None
+        except HandshakeError as exc:
+            if purpose == "query":
+                return None
+            raise QueryError(f"{name}: {exc}") from None
+
+
+async def _read_allocation(settings: Settings, raw_id: int, silent: str = "Slurm does not answer") -> Allocation:
+    """Return the job and its nodes. Raises `QueryError`, with the words `silent` if Slurm does not answer."""
+    from gemini_hpc.query.slurm_facts import NOT_YOURS
+    from gemini_hpc.slurm import Slurm, SlurmError, UnknownJob
+
+    refusal = f"job {raw_id}: {NOT_YOURS} (the controller knows how an ended job ended: gemini-hpc inspect {raw_id})"
+    slurm = Slurm()
+    try:
+        job = await slurm.read_job(raw_id)
+        # A courtesy check: the agents know the caller from its credential and decide for themselves.
+        allowed = Operators(settings.operators, (0, job.user_id, *settings.list_slurm_uids()))
+        if not await allowed.allows(os.geteuid()):
+            raise QueryError(refusal)
+        if settings.auth == "key" and os.geteuid() not in (0, job.user_id, *settings.list_slurm_uids()):
+            raise QueryError(f"job {raw_id}: without MUNGE, only the controller answers others than owner and root")
+        return Allocation(settings, job, await slurm.read_nodes(job.nodes) if job.nodes else {})
+    except UnknownJob:
+        raise QueryError(refusal) from None
+    except SlurmError as exc:
+        raise QueryError(f"{silent}: {exc}") from None
+
+
+async def _collect_parts(of: Allocation) -> tuple[inspect_schema.InspectPart, ...]:
+    gate = asyncio.Semaphore(PARALLEL)
+
+    async def ask_one(name: str) -> inspect_schema.InspectPart | None:
+        async with gate:
+            return await _ask_agent(of, name, inspect_schema.InspectAsk())
+
+    answers = await asyncio.gather(*map(ask_one, of.nodes))
+    return tuple(a for a in answers if a is not None)
+
+
+async def _ask_agent(
+    of: Allocation, name: str, question: inspect_schema.InspectAsk
+) -> inspect_schema.InspectPart | None:
+    try:
+        async with asyncio.timeout(AGENT_TIMEOUT_S):
+            if (link := await of.connect(name)) is None:
+                return None
+            try:
+                link.send(question)
+                while True:
+                    message = await link.receive()
+                    if isinstance(message, inspect_schema.InspectPart):
+                        return message
+            finally:
+                link.abort()
+    except (OSError, LinkClosed):
+        return None
+
+
 def ask_agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
     """Return the same answer without a controller, from Slurm's node list and every agent on its deterministic ports.
 
@@ -157,15 +240,11 @@ def ask_agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
 
 async def _ask_agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
     from gemini_hpc.query.slurm_facts import build_slurm_facts
-    from gemini_hpc.slurm import SlurmError
 
-    try:
-        job, nodes = await _read_allocation(settings, raw_id)
-    except SlurmError as exc:
-        raise QueryError(f"neither the controller nor Slurm answers: {exc}") from None
-    parts = await _collect_parts(settings, raw_id, job.user_id, nodes)
-    missing = tuple(n for n in job.nodes if n not in {p.host for p in parts})
-    return inspect_schema.JobAnswer(parts=parts, slurm=build_slurm_facts(job), missing=missing)
+    of = await _read_allocation(settings, raw_id, "neither the controller nor Slurm answers")
+    parts = await _collect_parts(of)
+    missing = tuple(n for n in of.job.nodes if n not in {p.host for p in parts})
+    return inspect_schema.JobAnswer(parts=parts, slurm=build_slurm_facts(of.job), missing=missing)
 
 
 @dataclass(frozen=True)
@@ -198,28 +277,20 @@ def fetch_records(
 async def _fetch_records(
     settings: Settings, raw_id: int, choose: Choose
 ) -> tuple[tuple[inspect_schema.InspectPart, ...], list[Recorded]]:
-    from gemini_hpc.slurm import SlurmError
-
-    try:
-        job, nodes = await _read_allocation(settings, raw_id)
-    except SlurmError as exc:
-        raise QueryError(f"Slurm does not answer: {exc}") from None
-    parts = await _collect_parts(settings, raw_id, job.user_id, nodes)
-    if not parts and job.has_ended:
-        raise QueryError(f"job {raw_id}: {_explain_silence(job)}")
+    of = await _read_allocation(settings, raw_id)
+    parts = await _collect_parts(of)
+    if not parts and of.job.has_ended:
+        raise QueryError(f"job {raw_id}: {_explain_silence(of.job)}")
     gate = asyncio.Semaphore(PARALLEL)
 
     async def fetch_record(host: str, ask: inspect_schema.RecordAsk) -> Recorded:
         async with gate:
-            address = nodes[host].address
-            part = await _ask_agent(
-                settings, raw_id, job.user_id, host, address, inspect_schema.InspectAsk(record=ask)
-            )
+            part = await _ask_agent(of, host, inspect_schema.InspectAsk(record=ask))
         record = part.record if part is not None else None
         asked_for = record is not None and (record.training, record.rank) == (ask.training, ask.rank)
         return Recorded(host, ask, record if asked_for else None)
 
-    wanted = [(host, ask) for host, ask in choose(parts) if host in nodes]
+    wanted = [(host, ask) for host, ask in choose(parts) if host in of.nodes]
     return parts, await asyncio.gather(*(fetch_record(host, ask) for host, ask in wanted))
 
 
@@ -239,24 +310,20 @@ def flush(settings: Settings, raw_id: int, on_report: Told) -> list[Flushing]:
 
 
 async def _flush(settings: Settings, raw_id: int, on_report: Told) -> list[Flushing]:
-    from gemini_hpc.slurm import SlurmError
-
-    try:
-        job, nodes = await _read_allocation(settings, raw_id)
-        nodes = nodes or await _find_former_nodes(settings, raw_id)
-    except SlurmError as exc:
-        raise QueryError(f"Slurm does not answer: {exc}") from None
-    left, silent, root = list(nodes), "", ""
+    of = await _read_allocation(settings, raw_id)
+    if not of.nodes:
+        of = replace(of, nodes=await _find_former_nodes(settings, raw_id))
+    left, silent, root = list(of.nodes), "", ""
     while left:
         left.remove(name := root if root in left else left[0])
-        over = await _flush_at(settings, raw_id, job.user_id, name, nodes[name].address, on_report)
+        over = await _flush_at(of, name, on_report)
         root = next((word.root for word in over if word.root), "")
         silent = silent or root
         if over and not root:
             return over
     if silent:
         raise QueryError(f"job {raw_id}: {silent} has to do it, but does not answer")
-    raise QueryError(f"job {raw_id}: {_explain_silence(job) if nodes else _NO_AGENTS}")
+    raise QueryError(f"job {raw_id}: {_explain_silence(of.job) if of.nodes else _NO_AGENTS}")
 
 
 def _explain_silence(job: Job) -> str:
@@ -266,64 +333,12 @@ def _explain_silence(job: Job) -> str:
     return "no agent answers"
 
 
-def evacuate(settings: Settings, raw_id: int, host: str) -> None:
-    """Have the job's agents replace this node by a spare, and wait until they have. Raises `QueryError`."""
-    asyncio.run(_evacuate(settings, raw_id, host))
-
-
-async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
-    from gemini_hpc.slurm import SlurmError
-
-    try:
-        job, nodes = await _read_allocation(settings, raw_id)
-    except SlurmError as exc:
-        raise QueryError(f"Slurm does not answer: {exc}") from None
-    if host not in nodes:
-        raise QueryError(f"job {raw_id} does not run on {host}")
-    for name, node in nodes.items():
-        if name == host:
-            continue
-        reason = await _evacuate_at(settings, raw_id, job.user_id, name, node.address, host)
-        if reason == "":
-            return
-        if reason not in (None, NO_PART):
-            raise QueryError(f"job {raw_id}: {reason}")
-    raise QueryError(f"job {raw_id}: no agent answers on another node")
-
-
-async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, address: str, host: str) -> str | None:
-    """Return an agent's answer: "" for success, or the reason against it; None if it did not answer.
-
-    Raises `QueryError`.
-    """
-    from gemini_hpc.wire.ports import list_candidates
-
-    try:
-        ports = list_candidates(settings, job)
-        link, _ = await connect_any(
-            address, ports, lambda: _build_client(settings, job, name, uid, "evacuate"), AGENT_TIMEOUT_S
-        )
-    except (OSError, LinkClosed):
-        return None
-    except HandshakeError as exc:
-        raise QueryError(f"{name}: {exc}") from None
-    try:
-        link.send(EvacuateAsk(host))
-        async with asyncio.timeout(EVACUATE_S):
-            message = await link.receive()
-        return message.reason if isinstance(message, Evacuated) else None
-    except (LinkClosed, TimeoutError):
-        raise QueryError(f"{name} hung up, or has said nothing for {EVACUATE_S:.0f} s") from None
-    finally:
-        link.abort()
-
-
 async def _find_former_nodes(settings: Settings, raw_id: int) -> dict[str, Node]:
     """Return the nodes that held agents in the last incarnation of a waiting job, as the controller knows them.
 
-    Raises `QueryError`, and SlurmError if Slurm does not answer.
+    Raises `QueryError`.
     """
-    from gemini_hpc.slurm import Slurm
+    from gemini_hpc.slurm import Slurm, SlurmError
 
     try:
         with closing(await asyncio.to_thread(ControllerLine, settings, raw_id)) as line:
@@ -331,34 +346,22 @@ async def _find_former_nodes(settings: Settings, raw_id: int) -> dict[str, Node]
             if not parts:  # the agents may have been slow, or have just lost their connection to the controller
                 await asyncio.sleep(_AGAIN_S)
                 parts = (await asyncio.to_thread(line.ask, raw_id)).parts
+        last = max((part.restart for part in parts), default=0)
+        hosts = tuple(sorted(part.host for part in parts if part.restart == last))
+        return await Slurm().read_nodes(hosts) if hosts else {}
     except NoControllerError as exc:
-        raise QueryError(
-            f"job {raw_id} has no nodes now, and only the controller knows its former nodes: {exc}"
-        ) from None
-    last = max((part.restart for part in parts), default=0)
-    hosts = tuple(sorted(part.host for part in parts if part.restart == last))
-    return await Slurm().read_nodes(hosts) if hosts else {}
+        why = f"job {raw_id} has no nodes now, and only the controller knows its former nodes: {exc}"
+        raise QueryError(why) from None
+    except SlurmError as exc:
+        raise QueryError(f"Slurm does not answer: {exc}") from None
 
 
-async def _flush_at(
-    settings: Settings, job: int, uid: int, name: str, address: str, on_report: Told
-) -> list[Flushing]:
+async def _flush_at(of: Allocation, name: str, on_report: Told) -> list[Flushing]:
     """Return an agent's last reports, [] if it did not answer. Raises `QueryError`."""
-    from gemini_hpc.wire.ports import list_candidates
-
     over: list[Flushing] = []
     begun: dict[str, Flushing] = {}
-    try:
-        link, _ = await connect_any(
-            address,
-            list_candidates(settings, job),
-            lambda: _build_client(settings, job, name, uid, "flush"),
-            AGENT_TIMEOUT_S,
-        )
-    except (OSError, LinkClosed):
+    if (link := await of.connect(name, "flush")) is None:
         return []
-    except HandshakeError as exc:
-        raise QueryError(f"{name}: {exc}") from None
     try:
         link.send(FlushAsk())
         while True:
@@ -380,57 +383,39 @@ async def _flush_at(
         link.abort()
 
 
-async def _read_allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, Node]]:
-    """Return the job and its nodes by name. Raises `QueryError`, and SlurmError if Slurm does not answer."""
-    from gemini_hpc.query.slurm_facts import NOT_YOURS
-    from gemini_hpc.slurm import Slurm, UnknownJob
-
-    refusal = f"job {raw_id}: {NOT_YOURS} (the controller knows how an ended job ended: gemini-hpc inspect {raw_id})"
-    slurm = Slurm()
-    try:
-        job = await slurm.read_job(raw_id)
-    except UnknownJob:
-        raise QueryError(refusal) from None
-    # A courtesy check: the agents know the caller from its credential and decide for themselves.
-    allowed = Operators(settings.operators, (0, job.user_id, *settings.list_slurm_uids()))
-    if not await allowed.allows(os.geteuid()):
-        raise QueryError(refusal)
-    if settings.auth == "key" and os.geteuid() not in (0, job.user_id, *settings.list_slurm_uids()):
-        raise QueryError(f"job {raw_id}: without MUNGE, only the controller answers others than owner and root")
-    return job, await slurm.read_nodes(job.nodes) if job.nodes else {}
+def evacuate(settings: Settings, raw_id: int, host: str) -> None:
+    """Have the job's agents replace this node by a spare, and wait until they have. Raises `QueryError`."""
+    asyncio.run(_evacuate(settings, raw_id, host))
 
 
-async def _collect_parts(
-    settings: Settings, raw_id: int, uid: int, nodes: dict[str, Node]
-) -> tuple[inspect_schema.InspectPart, ...]:
-    gate = asyncio.Semaphore(PARALLEL)
+async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
+    of = await _read_allocation(settings, raw_id)
+    if host not in of.nodes:
+        raise QueryError(f"job {raw_id} does not run on {host}")
+    for name in of.nodes:
+        if name == host:
+            continue
+        reason = await _evacuate_at(of, name, host)
+        if reason == "":
+            return
+        if reason not in (None, NO_PART):
+            raise QueryError(f"job {raw_id}: {reason}")
+    raise QueryError(f"job {raw_id}: no agent answers on another node")
 
-    async def ask_one(name: str, address: str) -> inspect_schema.InspectPart | None:
-        async with gate:
-            return await _ask_agent(settings, raw_id, uid, name, address, inspect_schema.InspectAsk())
 
-    answers = await asyncio.gather(*(ask_one(n.name, n.address) for n in nodes.values()))
-    return tuple(a for a in answers if a is not None)
+async def _evacuate_at(of: Allocation, name: str, host: str) -> str | None:
+    """Return an agent's answer: "" for success, or the reason against it; None if it did not answer.
 
-
-async def _ask_agent(
-    settings: Settings, job: int, uid: int, name: str, address: str, question: inspect_schema.InspectAsk
-) -> inspect_schema.InspectPart | None:
-    from gemini_hpc.wire.ports import list_candidates
-
-    ports = list_candidates(settings, job)
-    try:
-        async with asyncio.timeout(AGENT_TIMEOUT_S):
-            link, _ = await connect_any(
-                address, ports, lambda: _build_client(settings, job, name, uid), AGENT_TIMEOUT_S
-            )
-            try:
-                link.send(question)
-                while True:
-                    message = await link.receive()
-                    if isinstance(message, inspect_schema.InspectPart):
-                        return message
-            finally:
-                link.abort()
-    except (OSError, HandshakeError, LinkClosed):
+    Raises `QueryError`.
+    """
+    if (link := await of.connect(name, "evacuate")) is None:
         return None
+    try:
+        link.send(EvacuateAsk(host))
+        async with asyncio.timeout(EVACUATE_S):
+            message = await link.receive()
+        return message.reason if isinstance(message, Evacuated) else None
+    except (LinkClosed, TimeoutError):
+        raise QueryError(f"{name} hung up, or has said nothing for {EVACUATE_S:.0f} s") from None
+    finally:
+        link.abort()

@@ -35,7 +35,6 @@ from gemini_hpc.core.redundancy import format_kind
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import Survival, compute_survival
 from gemini_hpc.query import past
-from gemini_hpc.query.freed import describe_freed_copies
 from gemini_hpc.query.losses import Losses, Slots
 from gemini_hpc.query.stall import Stall, detect_stall
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, LemonRow, TierState
@@ -46,12 +45,6 @@ SCHEMA = 1
 PARTLY = "partly protected"
 PENDING = "pending"  # the job waits for its first start
 MAX_TRAININGS, MAX_SHARDS = 256, 1 << 17
-RECOVERY_STARTS = ("detected", "taken_over")
-RECOVERY_GAP_S = 900.0  # a recovery with a requeue in a queue may pause for this long
-_DEEDS = frozenset(("taken_over", "confirmed", "down", "sent_back", "requeued", "running", "goes_on", "without"))
-_BACK = frozenset(("running", "goes_on", "first_iteration"))
-_RECOVERY_END = "first_iteration"
-_SILENT = " is silent; "  # in an agent's report, behind the name of the silent node
 Document = dict[str, Any]
 
 
@@ -96,27 +89,27 @@ def build_inspect_document(
         "spares": _build_spares(leader),
         "after": _build_predecessor(leader),
         "domains": _build_domains(leader),
-        "lemons": [
-            {"host": row.host, "count": row.count, "last": row.last, "what": list(row.what)} for row in lemons
-        ],
+        "lemons": [msgspec.structs.asdict(row) | {"what": list(row.what)} for row in lemons],
         "nodes": _build_nodes(parts, members, absent, ranks, _number_groups(parts, ranks)),
         "trainings": trainings,
         "missing": absent,
         "notes": [],
     }
-    log = merge_events([*events, *(bound_event(e, p.host) for p in parts for e in p.events)])
+    log = past.merge_events([*events, *(bound_event(e, p.host) for p in parts for e in p.events)])
     if (how := past.derive_end(log, slurm)) is not None:
         document["state"], document["ended"] = past.ENDED, _build_end(how)
         if not parts:  # its agents have ended with the job
             document["restart"] = max([restart, *(e.restart for e in log)])
             document["missing"], document["nodes"] = [], []
-    document["recoveries"] = list_recoveries(log)
-    document["events"] = [_build_event(e) for e in log]
+    document["recoveries"] = past.list_recoveries(log)
+    document["events"] = [msgspec.structs.asdict(e) for e in log]
     document["kept_until"] = min((p.kept_until for p in parts if p.kept_until), default=None)
     if not document["kept_until"] and document["ended"] is None and slurm.get("state") != "RUNNING":
         # Slurm counts a requeue at once, so the freed copies are of the previous incarnation then.
         document["notes"] += [
-            lost for lost in (describe_freed_copies(log, restart) or describe_freed_copies(log, restart - 1),) if lost
+            lost
+            for lost in (past.describe_freed_copies(log, restart) or past.describe_freed_copies(log, restart - 1),)
+            if lost
         ]
     waiting = [f"unprotected, because {p.host}'s {p.unprotected[:500]}" for p in parts if p.unprotected]
     troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
@@ -172,15 +165,6 @@ def _choose_trainings(parts: Sequence[InspectPart]) -> list[str]:
     return shown
 
 
-def merge_events(events: Iterable[EventRecord]) -> list[EventRecord]:
-    """Return the events sorted by time, each once.
-
-    Duplicates arise because agents send events to the controller and also return them when queried.
-    """
-    unique = {(round(e.t, 3), e.name, e.host, e.restart, e.version, e.detail): e for e in events}
-    return sorted(unique.values(), key=lambda e: e.t)
-
-
 def _build_end(how: past.JobEnd) -> Document:
     return {
         "state": how.state,
@@ -189,10 +173,6 @@ def _build_end(how: past.JobEnd) -> Document:
         "version": how.version or None,
         "stored": how.stored or None,
     }
-
-
-def _build_event(e: EventRecord) -> Document:
-    return {"t": e.t, "name": e.name, "host": e.host, "restart": e.restart, "version": e.version, "detail": e.detail}
 
 
 def _derive_state(
@@ -440,53 +420,6 @@ def _build_holders(copies: Slots, sealed: Stamp | None, now: float) -> list[Docu
             }
         )
     return rows
-
-
-def _list_suspects(log: Iterable[EventRecord]) -> set[str]:
-    """Return the silent nodes; an agent's report carries the agent's host, and the silent node in its detail."""
-    detections = [e for e in log if e.name == "detected"]
-    return {e.detail.partition(_SILENT)[0] if _SILENT in e.detail else e.host for e in detections}
-
-
-def _was_false_alarm(log: Sequence[EventRecord]) -> bool:
-    """Return whether all suspects turned out to live, and no action was taken."""
-    suspected, cleared = _list_suspects(log), {e.host for e in log if e.name == "dismissed"}
-    return bool(suspected) and suspected <= cleared and not any(e.name in _DEEDS for e in log)
-
-
-def _is_completed(log: Sequence[EventRecord]) -> bool:
-    """Return whether the job came back: it runs again, or has continued with a spare."""
-    acted = next((i for i, e in enumerate(log) if e.name in _DEEDS or e.restart > log[0].restart), len(log))
-    return any(e.name in _BACK for e in log[acted:])
-
-
-def list_recoveries(events: Sequence[EventRecord]) -> list[Document]:
-    """Return the recoveries, each from the first report to the last event before the next recovery.
-
-    `completed` means that the job came back. Dismissed suspicions are no recoveries.
-    """
-    found: list[list[EventRecord]] = []
-    for event in events:
-        # A second dead node of the same incarnation belongs to the running recovery.
-        newest = found[-1] if found else []
-        over = not newest or event.t - newest[-1].t >= RECOVERY_GAP_S or _was_false_alarm(newest)
-        if event.name in RECOVERY_STARTS and (over or newest[0].restart != event.restart):
-            found.append([event])
-        elif not over and not (newest[-1].name == _RECOVERY_END and _is_completed(newest)):
-            newest.append(event)
-    documents = []
-    for log in found:
-        if _was_false_alarm(log):
-            continue
-        began, last, rows = log[0].t, log[0].t, []
-        for e in log:
-            row = {"t": e.t, "after_s": round(e.t - began, 3), "gap_s": round(e.t - last, 3), "name": e.name}
-            rows.append({**row, "host": e.host, "detail": e.detail})
-            last = e.t
-        total_s = round(last - began, 3)
-        head = {"restart": log[0].restart, "began": began, "total_s": total_s, "completed": _is_completed(log)}
-        documents.append({**head, "events": rows})
-    return documents
 
 
 def _format_clock(t: float, now: float) -> str:

@@ -12,7 +12,6 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc.query import past
-from gemini_hpc.query.inspect_document import list_recoveries
 from gemini_hpc.wire.inspect_schema import EventRecord
 
 PREFIX = "gemini-hpc: "
@@ -36,7 +35,7 @@ def build_summary_line(events: Sequence[EventRecord], replicas: int, parity: int
         nodes: Nodes of the last incarnation; 0: unknown.
     """
     saved = max((e.version for e in events if e.name in past.SEALED), default=0)
-    back = [found for found in list_recoveries(events) if found["completed"]]
+    back = [found for found in past.list_recoveries(events) if found["completed"]]
     lost = len({(e.restart, e.host) for e in events if e.name == "confirmed"})
     relaunched = sum(e.name == "relaunch" for e in events)
     repeated = sum(

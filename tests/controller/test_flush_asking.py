@@ -28,15 +28,15 @@ class World:
         self.asked: list[str] = []
         self.ended = False
 
-    async def allocation(self, settings: Settings, raw_id: int) -> tuple[Any, dict[str, Any]]:
-        job = SimpleNamespace(user_id=1000, has_ended=self.ended, raw_id=7, state="FAILED")
-        return job, await self.addresses(self.nodes)
+    async def allocation(self, settings: Settings, raw_id: int) -> ask.Allocation:
+        job: Any = SimpleNamespace(user_id=1000, has_ended=self.ended, raw_id=7, state="FAILED")
+        return ask.Allocation(settings, job, await self.addresses(self.nodes))
 
     async def addresses(self, hosts: Any) -> dict[str, Any]:
         return {host: SimpleNamespace(address=f"at {host}") for host in hosts}
 
-    async def flush_at(self, settings: Settings, job: int, uid: int, name: str, address: str, told: Any) -> Any:
-        assert (job, uid, address) == (7, 1000, f"at {name}")
+    async def flush_at(self, of: ask.Allocation, name: str, told: Any) -> Any:
+        assert (of.job.raw_id, of.job.user_id, of.nodes[name].address) == (7, 1000, f"at {name}")
         self.asked.append(name)
         return [self.says[name]] if name in self.says else []
 
@@ -110,7 +110,8 @@ def test_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     world = World("", {}, known="a")
     monkeypatch.setattr(world, "addresses", silent)
-    monkeypatch.setattr(World, "allocation", lambda *_: asyncio.sleep(0, (SimpleNamespace(user_id=1000), {})))
+    empty = ask.Allocation(Settings(), SimpleNamespace(), {})  # type: ignore[arg-type]
+    monkeypatch.setattr(World, "allocation", lambda *_: asyncio.sleep(0, empty))
     with pytest.raises(ask.QueryError, match="Slurm does not answer: timed out"):
         flushed(world, monkeypatch)
 
@@ -136,7 +137,9 @@ def test_an_agent_that_dies_over_a_set_has_not_saved_it(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ask, "connect_any", connect)
     heard: list[Flushing] = []
-    over = asyncio.run(ask._flush_at(Settings(), 7, 1000, "a", "at a", heard.append))
+    job: Any = SimpleNamespace(raw_id=7, user_id=1000)
+    nodes: Any = {"a": SimpleNamespace(address="at a")}
+    over = asyncio.run(ask._flush_at(ask.Allocation(Settings(), job, nodes), "a", heard.append))
     assert [(word.training, word.reason) for word in over] == [
         ("default", ""),
         ("other", "a hung up before the version was on the tier"),

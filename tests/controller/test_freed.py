@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.query.freed import describe_freed_copies
+from gemini_hpc.query.past import describe_freed_copies
 from gemini_hpc.wire.inspect_schema import EventRecord
 
 WHY = "the retention time of 4 s is over; sealed default 7"

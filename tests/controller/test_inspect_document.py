@@ -22,7 +22,8 @@ from gemini_hpc.core.domains import Separation, Shared
 from gemini_hpc.core.placement import compute_recovery_probability, list_holders
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import compute_survival
-from gemini_hpc.query.inspect_document import build_inspect_document, list_recoveries
+from gemini_hpc.query.inspect_document import build_inspect_document
+from gemini_hpc.query.past import list_recoveries
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState, TrainingState
 from gemini_hpc.wire.sanitize import MAX_DETAIL
 from gemini_hpc.wire.sanitize import sanitize as printable
