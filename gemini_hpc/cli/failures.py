@@ -77,17 +77,16 @@ def read_failure_rate(args: argparse.Namespace) -> FailureRate:
 
 def _read_logged_rate(directory: str) -> FailureRate:
     """Return the rate in the event logs of this directory; invalid lines are ignored, as in `inspect`."""
-    from gemini_hpc.forecast import event_history
-    from gemini_hpc.forecast.rate import derive_event_rate
+    from gemini_hpc.forecast.rate import EventCounts, count_events, derive_event_rate
 
-    seen = event_history.EventCounts()
+    seen = EventCounts()
     try:
         names = sorted(os.listdir(directory))
     except OSError as error:
         raise UsageError(f"{directory}: {error.strerror}") from None
     for name in names:
         if name.endswith(".jsonl"):
-            seen += event_history.count_events(_read_events(os.path.join(directory, name)))
+            seen += count_events(_read_events(os.path.join(directory, name)))
     try:
         return derive_event_rate(seen, directory)
     except ValueError as error:

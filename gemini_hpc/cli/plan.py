@@ -16,8 +16,7 @@ from gemini_hpc.durations import format_age, format_seconds
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
-    from gemini_hpc.forecast.domain_loss import DomainLoss
-    from gemini_hpc.forecast.protection import Protection, RequestedProtection
+    from gemini_hpc.forecast.protection import DomainLoss, Protection, RequestedProtection
     from gemini_hpc.forecast.rate import FailureRate
 
 SCHEMA = 1
@@ -112,8 +111,7 @@ def register(verbs: frame.Verbs) -> None:
 
 def run(args: argparse.Namespace) -> frame.Result:
     """Make the plan. The exit status is 1 if the copies asked for do not fit."""
-    from gemini_hpc.forecast.domain_loss import compute_domain_loss
-    from gemini_hpc.forecast.protection import RequestedProtection, predict_protection
+    from gemini_hpc.forecast.protection import RequestedProtection, compute_domain_loss, predict_protection
     from gemini_hpc.forecast.schemes import TrainingFigures
     from gemini_hpc.settings import Settings
 

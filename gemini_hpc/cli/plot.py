@@ -51,7 +51,7 @@ def _write_picture(path: str, draw: Callable[[str], bytes]) -> None:
 
 def draw_outcomes(path: str, title: str, found: dict[str, RunOutcome]) -> None:
     """Draw a bar per scheme that shows the shares of its time. Raises `UsageError`."""
-    from gemini_hpc.report.charts import draw_stacked_bars
+    from gemini_hpc.report.drawing import draw_stacked_bars
 
     all_of = list(found.values())
     parts = {
@@ -69,7 +69,7 @@ def draw_plans(path: str, wish: RequestedProtection, found: list[Protection]) ->
     Raises `UsageError`.
     """
     from gemini_hpc.forecast.protection import predict_protection
-    from gemini_hpc.report.charts import Curves, draw_curves
+    from gemini_hpc.report.drawing import Curves, draw_curves
 
     lost = sorted(found[0].survival)
     survived = Curves(

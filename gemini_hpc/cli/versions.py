@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from typing import Any
 
 from gemini_hpc.cli import frame
 from gemini_hpc.cli.export import find_directory
+from gemini_hpc.durations import format_time
 from gemini_hpc.report.columns import align
 
 SCHEMA = 1
@@ -73,10 +73,8 @@ def list_versions(path: str) -> list[dict[str, Any]]:
 def _format_versions(found: list[dict[str, Any]]) -> str:
     rows = [("SET", "VERSION", "RANKS", "SIZE", "SAVED", "NAMES")]
     for v in found:
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["time"]))
         named = ", ".join(v["names"]) or ("(stays)" if v["kept"] else "")
         named = f"{named} (rejected)".strip() if v["rejected"] else named
-        rows.append(
-            (v["training"], str(v["version"][1]), str(v["ranks"]), f"{v['bytes'] / 1e6:.1f} MB", saved, named)
-        )
+        size, saved = f"{v['bytes'] / 1e6:.1f} MB", format_time(v["time"])
+        rows.append((v["training"], str(v["version"][1]), str(v["ranks"]), size, saved, named))
     return "\n".join(align(rows)) if found else "no version is whole"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.core import hostlist
 from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.durations import format_time
 
 LOOK_S = 0.5  # short beside the pauses between two faults
 BACK_S = 60.0  # seconds within which Slurm has to use a node again
@@ -86,7 +86,7 @@ class ChaosEvent(msgspec.Struct, frozen=True):
     detail: str = ""
 
     def __str__(self) -> str:
-        stamp = time.strftime("%H:%M:%S", time.localtime(self.t))
+        stamp = format_time(self.t, "%H:%M:%S")
         jobs = f" (job {', '.join(map(str, self.jobs))})" if self.jobs else ""
         words = " ".join(word for word in (self.event, self.node) if word)
         return f"{stamp} {self.after_s:+8.1f} s  {words}{jobs}{f': {self.detail}' if self.detail else ''}"

@@ -1,6 +1,11 @@
 """Figures of the papers, recomputed from their printed inputs; docs/dev/reproduction.md describes the differences.
 
 Published values are those that the text or a table states. Values that can only be read off a drawing are left out.
+
+Two papers' equations are here. REFT's model (appendix, equations 1 to 3 and Figure 8) says for how long a training is
+safe without a checkpoint on storage. Just-in-time checkpointing (EuroSys '24, section 5, equations 1 to 8) says what
+failures cost: each of `gpus` GPUs fails `per_s` times a second. Its shares come in two kinds. Wasted shares are of
+useful time (w). Shares of all time (w_f, equation 6) are made of these by `to_share_of_all`.
 """
 
 from __future__ import annotations
@@ -8,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, exp, sqrt
 
+from gemini_hpc.clock import DAY_S
 from gemini_hpc.core import placement
-from gemini_hpc.forecast import just_in_time, reliability
-from gemini_hpc.forecast.just_in_time import Model
 from gemini_hpc.forecast.schemes import (
     STRAWMAN_EVERY_S,
     TrainingFigures,
@@ -20,6 +24,90 @@ from gemini_hpc.forecast.schemes import (
     build_highfreq,
     build_strawman,
 )
+
+_STEPS = 200  # bisection steps, more than a float has bits
+PER_S = 2e-3 / DAY_S  # per GPU: two failures in 1,000 GPUs a day (section 5)
+
+
+def compute_checkpoint_reliability(days: float, gpus: int, hardware: float, software: float, shape: float) -> float:
+    """Return the probability that none of `gpus` has failed after `days`.
+
+    `hardware` and `software` are failure rates of one GPU. `shape` is the shape of the Weibull distribution; 1 means
+    failures that do not depend on age.
+    """
+    return exp(-gpus * (hardware + software) * days**shape)
+
+
+def compute_parity_reliability(days: float, gpus: int, hardware: float, shape: float, group: int) -> float:
+    """Return the same probability for state in memory with parity over sharding groups of `group` members.
+
+    Each group may have lost one member. Software failures do not affect the memory.
+    """
+    alive = exp(-hardware * days**shape)
+    return float((alive**group + group * (1 - alive) * alive ** (group - 1)) ** (gpus / group))
+
+
+def find_safe_days(probability: Callable[[float], float], threshold: float) -> float:
+    """Return how long a falling probability stays at or above the threshold, in days.
+
+    Raises:
+        ValueError: The probability is below the threshold at the beginning.
+    """
+    low, high = 0.0, 1.0
+    if not 0 < threshold < 1 or probability(0.0) < threshold:
+        raise ValueError(f"a threshold of {threshold:g}: it is between 0 and 1, and met at the beginning")
+    while probability(high) >= threshold:
+        low, high = high, 2 * high
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) >= threshold else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the paper (Table 4), with times in seconds.
+
+    Attributes:
+        name: Name of the model.
+        save_s: Time of one checkpoint.
+        restore_s: Time to load a checkpoint and come back.
+        minibatch_s: Time of one iteration.
+        steady_s: Cost of the library in each iteration.
+    """
+
+    name: str
+    save_s: float
+    restore_s: float
+    minibatch_s: float
+    steady_s: float
+
+
+def to_share_of_all(wasted: float) -> float:
+    """Return a wasted share as a share of all time (equation 6)."""
+    return wasted / (1 + wasted)
+
+
+def compute_best_per_s(model: Model, gpus: int, per_s: float = PER_S) -> float:
+    """Return the frequency of periodic checkpoints that costs least, per second (equation 3)."""
+    return sqrt(gpus * per_s / (2 * model.save_s))
+
+
+def compute_periodic_waste(model: Model, gpus: int, per_s: float = PER_S) -> float:
+    """Return the wasted share with that frequency (equation 5)."""
+    return 2 * sqrt(gpus * per_s * model.save_s / 2) + gpus * per_s * model.restore_s
+
+
+def compute_user_level_waste(
+    model: Model, gpus: int, per_s: float = PER_S, *, steady_share: float | None = None
+) -> float:
+    """Return the wasted share with just-in-time checkpoints that the program makes after a failure (equation 7).
+
+    `steady_share` replaces the model's own steady share.
+    """
+    steady = model.steady_s / model.minibatch_s if steady_share is None else steady_share
+    rate = gpus * per_s
+    return per_s * model.save_s + steady + rate * model.restore_s + rate * model.minibatch_s / 2
 
 
 @dataclass(frozen=True)
@@ -169,16 +257,14 @@ def build_reft_8() -> Figure:
     """Return REFT, Figure 8."""
     rows = []
     for shape, published in ((1.0, ("", "")), (1.3, ("about 0.5 d", "16.22 d")), (1.5, ("", "")), (2.0, ("", ""))):
-        one = partial(
-            reliability.compute_checkpoint_reliability, gpus=3072, hardware=1e-4, software=1e-5, shape=shape
-        )
-        two = partial(reliability.compute_parity_reliability, gpus=3072, hardware=1e-4, shape=shape, group=6)
+        one = partial(compute_checkpoint_reliability, gpus=3072, hardware=1e-4, software=1e-5, shape=shape)
+        two = partial(compute_parity_reliability, gpus=3072, hardware=1e-4, shape=shape, group=6)
         rows += [
-            FigureRow(f"shape {shape:g}, checkpoints", published[0], f"{reliability.find_safe_days(one, 0.9):.2f} d"),
+            FigureRow(f"shape {shape:g}, checkpoints", published[0], f"{find_safe_days(one, 0.9):.2f} d"),
             FigureRow(
                 f"shape {shape:g}, REFT",
                 published[1],
-                f"{reliability.find_safe_days(two, 0.9):.2f} d",
+                f"{find_safe_days(two, 0.9):.2f} d",
                 "the printed inputs give this; the text does not say how its own was found" if published[1] else "",
             ),
         ]
@@ -222,24 +308,20 @@ def build_jit_table_8() -> Figure:
         for column, gpus in enumerate(_GPUS):
             at = f"{model.name}, {gpus} GPUs"
             best, periodic, user = (_read_printed(table[model.name], column) for table in (_BEST, _PERIODIC, _USER))
-            wasted = just_in_time.compute_periodic_waste(model, gpus)
-            exact = just_in_time.to_share_of_all(just_in_time.compute_user_level_waste(model, gpus))
+            wasted = compute_periodic_waste(model, gpus)
+            exact = to_share_of_all(compute_user_level_waste(model, gpus))
             note = (
                 "" if model.name == "GPT2-8B" else "Table 3 has 0 for its overhead, from which this does not follow"
             )
             if percent := _STEADY_PERCENT.get(model.name):
-                slipped = just_in_time.to_share_of_all(
-                    just_in_time.compute_user_level_waste(model, gpus, steady_share=percent)
-                )
+                slipped = to_share_of_all(compute_user_level_waste(model, gpus, steady_share=percent))
                 note = f"{_format_percent(slipped, 2)} if the {percent:g} % of Table 3 are taken for a share"
             rows += [
-                FigureRow(
-                    f"{at}: checkpoints an hour", best, f"{just_in_time.compute_best_per_s(model, gpus) * 3600:.2f}"
-                ),
+                FigureRow(f"{at}: checkpoints an hour", best, f"{compute_best_per_s(model, gpus) * 3600:.2f}"),
                 FigureRow(
                     f"{at}: wasted, periodic",
                     f"{periodic} %",
-                    _format_percent(just_in_time.to_share_of_all(wasted), 3),
+                    _format_percent(to_share_of_all(wasted), 3),
                     f"{_format_percent(wasted, 2)} of useful time" if (model.name, gpus) == ("BERT-L", 8192) else "",
                 ),
                 FigureRow(f"{at}: wasted, just in time", f"{user} %", _format_percent(exact, 4), note),

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from math import exp
 from random import Random
 
-from gemini_hpc.forecast.schemes import DAY_S, Scheme, TrainingFigures, build_ours, build_ours_spare, build_strawman
+from gemini_hpc.clock import DAY_S
+from gemini_hpc.forecast.schemes import Scheme, TrainingFigures, build_ours, build_ours_spare, build_strawman
 from gemini_hpc.forecast.simulation import Faults, simulate
 
 SIZES = (1_000, 10_000, 100_000)

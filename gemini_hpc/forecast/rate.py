@@ -1,14 +1,19 @@
-"""The failure rate of nodes, and the source of this knowledge."""
+"""The failure rate of nodes, from a site's accounting or the event logs of its protected jobs. Pure rules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gemini_hpc.forecast.event_history import EventCounts
+from gemini_hpc.clock import DAY_S
 from gemini_hpc.slurm.accounting import History
+from gemini_hpc.wire.inspect_schema import EventRecord
 
 USUAL_PER_DAY, USUAL_HARDWARE = 0.015, 0.5
 NONE_SEEN = 3.0  # no failure seen in a period: fewer than three in such a period, at 95 %
+_LOST, _FAILED = "confirmed", "failed_first"  # names of events
+_ENDS = frozenset(("detached", "released"))
+_TOGETHER_S = 60.0  # ranks that fail this close to a node's loss (seconds) fail because of it
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,57 @@ def derive_history_rate(history: History, where: str) -> FailureRate:
         return FailureRate(NONE_SEEN / history.node_days, 1.0, source)
     source = f"{where}: {history.lost} lost in {days} node-days"
     return FailureRate(history.lost / history.node_days, 1.0, source)
+
+
+@dataclass(frozen=True, slots=True)
+class EventCounts:
+    """Counts of jobs and failures.
+
+    Attributes:
+        jobs: Jobs with an agent on some node.
+        node_days: Days of all their nodes together.
+        lost: Nodes lost with their memory.
+        failed: Times that a rank on a healthy node failed first.
+    """
+
+    jobs: int = 0
+    node_days: float = 0.0
+    lost: int = 0
+    failed: int = 0
+
+    def __add__(self, other: EventCounts) -> EventCounts:
+        return EventCounts(
+            self.jobs + other.jobs,
+            self.node_days + other.node_days,
+            self.lost + other.lost,
+            self.failed + other.failed,
+        )
+
+
+def count_events(events: Iterable[EventRecord]) -> EventCounts:
+    """Return the counts of one job.
+
+    A node counts from its agent's first event of an incarnation to the last event, or to its loss. If both are
+    missing (a log that has lost its older half), the node counts until the log ends.
+    """
+    ordered = sorted(events, key=lambda e: e.t)
+    since: dict[str, float] = {}
+    lost: list[float] = []
+    failed: list[float] = []
+    node_s, attached = 0.0, False
+    for event in ordered:
+        if event.name == "attached":
+            attached = True
+            node_s += event.t - since.get(event.host, event.t)
+            since[event.host] = event.t
+        elif event.name in _ENDS or event.name == _LOST:
+            node_s += event.t - since.pop(event.host, event.t)
+            lost += [event.t] if event.name == _LOST else []
+        elif event.name == _FAILED:
+            failed.append(event.t)
+    node_s += sum(ordered[-1].t - t for t in since.values())
+    alone = [t for t in failed if not any(abs(t - other) < _TOGETHER_S for other in lost)]
+    return EventCounts(int(attached), node_s / DAY_S, len(lost), len(alone)) if attached else EventCounts()
 
 
 def derive_event_rate(seen: EventCounts, where: str) -> FailureRate:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from gemini_hpc.clock import DAY_S
 from gemini_hpc.core import placement
 
-DAY_S = 86400.0  # 24 hours
 STRAWMAN_EVERY_S = 3 * 3600.0  # BLOOM's interval, which GEMINI uses for its first baseline
 # GEMINI, section 7.3: GPT-2 100B on 16 p4d machines.
 DETECT_S, RESTART_S = 15.0, 240.0

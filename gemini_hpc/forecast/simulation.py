@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from math import floor, gamma
 from random import Random
 
-from gemini_hpc.forecast.schemes import DAY_S, Scheme
+from gemini_hpc.clock import DAY_S
+from gemini_hpc.forecast.schemes import Scheme
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from gemini_hpc.clock import DAY_S
 from gemini_hpc.forecast.simulation import NodeFailure
 
 MOST_FAILURES = 1_000_000
-MOST_S = 3650 * 86400.0  # ten years: a larger number is a mistake
+MOST_S = 3650 * DAY_S  # ten years: a larger number is a mistake
 KINDS = {"hardware": True, "software": False}
 _TIME = re.compile(r"[0-9]{1,12}(\.[0-9]{0,9})?")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")

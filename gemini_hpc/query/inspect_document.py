@@ -34,6 +34,7 @@ import msgspec
 from gemini_hpc.core.redundancy import format_kind
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import Survival, compute_survival
+from gemini_hpc.durations import format_time
 from gemini_hpc.query import past
 from gemini_hpc.query.losses import Losses, Slots
 from gemini_hpc.query.stall import Stall, detect_stall
@@ -425,7 +426,7 @@ def _build_holders(copies: Slots, sealed: Stamp | None, now: float) -> list[Docu
 def _format_clock(t: float, now: float) -> str:
     """Return the time of day, with the date if it is not today's."""
     same = time.localtime(t)[:3] == time.localtime(now)[:3]
-    return time.strftime("%H:%M" if same else "%b %d %H:%M", time.localtime(t))
+    return format_time(t, "%H:%M" if same else "%b %d %H:%M")
 
 
 def _list_notes(document: Document, absent: Sequence[str], slurm: dict[str, str]) -> list[str]:

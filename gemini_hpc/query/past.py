@@ -7,11 +7,11 @@ to a user.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gemini_hpc.durations import format_time
 from gemini_hpc.slurm.facts import LIVE
 from gemini_hpc.wire.inspect_schema import EventRecord
 
@@ -150,6 +150,6 @@ def describe_freed_copies(events: Iterable[EventRecord], restart: int) -> str:
         return ""
     hosts, last = sorted(found), max(found.values(), key=lambda e: e.t)
     shown = ", ".join(hosts[:_SHOWN]) + (f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else "")
-    when = time.strftime("%b %d %H:%M", time.localtime(last.t))
+    when = format_time(last.t, "%b %d %H:%M")
     why = last.detail.split(";")[0][:120]
     return f"lost: the copies of version {last.version} on {shown} were freed at {when}: {why}"

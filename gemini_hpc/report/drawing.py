@@ -1,4 +1,4 @@
-"""The pictures of a report, as PNG; matplotlib is imported when the first picture is drawn.
+"""The pictures of a report, and charts of shares; matplotlib is imported when the first picture is drawn.
 
 All input comes from the job's owner. Text is therefore never parsed as a formula. Numbers are within the
 bounds of `wire.traffic`.
@@ -13,12 +13,13 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gemini_hpc.durations import format_time
 from gemini_hpc.report.report_data import LOSSES, RESUMES, Shown, list_idle_spans, list_saved_steps
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 WIDTH_IN, DPI = 11.0, 110
 _TRAINING, _IDLE, _CHUNK, _COPY, _WAIT = "#4c72b0", "#dfe7d8", "#dd8452", "#8172b3", "#c44e52"
 _RESUMED = "#55a868"
+_COLOURS = ("#4c72b0", "#dd8452", "#8172b3", "#c44e52", "#55a868", "#937860")
 _LANE = 0.72
 _THIN = 2e-3  # share of the iteration to which shorter spans are stretched, to be visible
 
@@ -108,7 +110,7 @@ def draw_steps(one: Shown, t: float) -> bytes:
             axes.legend(fontsize=8, loc="lower right")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("newest saved step")
-        axes.set_xlabel(f"{name} since {_format_time(began)}")
+        axes.set_xlabel(f"{name} since {format_time(min(began, 4e9))}")
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_title(f"training {one.training[:64]}: saved steps over time", fontsize=9)
     return out.getvalue()
@@ -174,7 +176,7 @@ def draw_overhead(one: Shown) -> bytes:
         _draw_step_curve(axes, at, [100 * point.overhead for point in one.series], _CHUNK)
         axes.set_ylabel("overhead, % of the time", color=_CHUNK)
         axes.axhline(0.0, color="#999999", linewidth=0.6)
-        axes.set_xlabel(f"{name} since {_format_time(began)}")
+        axes.set_xlabel(f"{name} since {format_time(min(began, 4e9))}")
         axes.grid(color="#dddddd", linewidth=0.6)
         other = axes.twinx()
         _draw_step_curve(other, at, [point.j for point in one.series], _TRAINING)
@@ -196,5 +198,56 @@ def _choose_unit(length_s: float) -> tuple[float, str]:
     return 1.0, "seconds"
 
 
-def _format_time(t: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(t, 4e9)))
+@dataclass(frozen=True)
+class Curves:
+    """A panel of curves: a line for each name, over the same values `at`.
+
+    `logarithmic` applies to the horizontal axis.
+    """
+
+    title: str
+    below: str
+    at: Sequence[float]
+    lines: Mapping[str, Sequence[float]]
+    logarithmic: bool = False
+
+
+def draw_stacked_bars(
+    title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], form: str = "png"
+) -> bytes:
+    """Draw a bar for each name, from the top; its parts are shares, in their order. `form` is "png" or "svg"."""
+    with draw_figure(1.6 + 0.4 * len(names), form) as (made, out):
+        axes = made.add_subplot()
+        left = [0.0] * len(names)
+        for (part, shares), colour in zip(parts.items(), _COLOURS, strict=False):
+            widths = [100 * share for share in shares]
+            axes.barh(range(len(names)), widths, left=left, height=0.72, color=colour, label=part)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.set_yticks(range(len(names)), list(names))
+        axes.invert_yaxis()
+        axes.set_xlim(0.0, 100.0)
+        axes.set_xlabel("% of the time")
+        axes.set_title(title, fontsize=9)
+        made.legend(loc="outside lower center", fontsize=8, ncols=max(1, len(parts)))
+    return out.getvalue()
+
+
+def draw_curves(panels: Sequence[Curves], form: str = "png") -> bytes:
+    """Draw the panels side by side, with shares in per cent."""
+    with draw_figure(3.6, form) as (made, out):
+        for place, panel in enumerate(panels, 1):
+            axes = made.add_subplot(1, len(panels), place)
+            for (name, shares), colour in zip(panel.lines.items(), _COLOURS, strict=False):
+                axes.plot(
+                    panel.at, [100 * share for share in shares], color=colour, marker=".", linewidth=1.2, label=name
+                )
+            if panel.logarithmic:
+                axes.set_xscale("log")
+            axes.set_xticks(panel.at, [f"{at:.3g}" for at in panel.at])
+            axes.minorticks_off()
+            axes.set_xlabel(panel.below)
+            axes.set_ylabel("%")
+            axes.grid(color="#dddddd", linewidth=0.6)
+            axes.set_title(panel.title, fontsize=9)
+            axes.legend(fontsize=8)
+    return out.getvalue()

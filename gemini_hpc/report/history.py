@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from itertools import pairwise
 from typing import Any
 
-from gemini_hpc.durations import format_age
+from gemini_hpc.durations import format_age, format_time
 from gemini_hpc.report.columns import fold
 
 Document = dict[str, Any]
@@ -20,7 +19,7 @@ def format_end(d: Document, columns: int) -> list[str]:
     how = d.get("ended")
     if how is None:
         return []
-    when = f" at {_format_time(how['t'])}, {format_age(d['t'] - how['t'])} ago" if how["t"] else ""
+    when = f" at {format_time(how['t'])}, {format_age(d['t'] - how['t'])} ago" if how["t"] else ""
     code = f", exit code {how['exit_code']}" if how["exit_code"] else ""
     sealed = f"last sealed version: {how['version']}" if how["version"] else "no sealed version is known"
     if how["stored"]:
@@ -41,7 +40,7 @@ def format_end(d: Document, columns: int) -> list[str]:
         host = f" {e['host']}" if e["host"] else ""
         detail = format_detail(e)
         lines += fold(
-            f"{e['name']}{host}{f': {detail}' if detail else ''}", columns, " " * 23, f"  {_format_time(e['t'])}  "
+            f"{e['name']}{host}{f': {detail}' if detail else ''}", columns, " " * 23, f"  {format_time(e['t'])}  "
         )
     return lines
 
@@ -60,7 +59,7 @@ def format_recovery(r: Document, columns: int) -> list[str]:
 def format_headline(r: Document) -> str:
     """Return a recovery in one line."""
     open_ = "" if r["completed"] else ", not completed"
-    return f"recovery of restart {r['restart']} at {_format_time(r['began'])}, {r['total_s']:.1f} s{open_}"
+    return f"recovery of restart {r['restart']} at {format_time(r['began'])}, {r['total_s']:.1f} s{open_}"
 
 
 def format_detail(e: Document) -> str:
@@ -86,7 +85,3 @@ def format_detail(e: Document) -> str:
     if "shards" in numbers:
         words.append(f"{numbers['shards']:.0f} shard{'' if numbers['shards'] == 1 else 's'}")
     return ", ".join(words)
-
-
-def _format_time(t: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import base64
 import html
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gemini_hpc.durations import format_time
 from gemini_hpc.query.inspect_document import build_traffic_fields
 from gemini_hpc.report.report_data import Shown, describe_saves
 from gemini_hpc.report.traffic_text import format_traffic
@@ -38,14 +38,13 @@ class Pictures:
 
 def render_page(job: int, t: float, trainings: Sequence[Pictures]) -> str:
     """Return the HTML page."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
     body = "\n".join(_render_section(pictures, t) for pictures in trainings)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">\n"
         f"<title>gemini-hpc: job {job}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n"
-        f"<h1>Job {job}: saved steps and their cost</h1>\n<p>{when}</p>\n{body}\n</body>\n</html>\n"
+        f"<h1>Job {job}: saved steps and their cost</h1>\n<p>{format_time(t)}</p>\n{body}\n</body>\n</html>\n"
     )
 
 

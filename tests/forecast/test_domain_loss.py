@@ -4,7 +4,7 @@ from dataclasses import astuple
 
 import pytest
 
-from gemini_hpc.forecast.domain_loss import DomainLoss, compute_domain_loss
+from gemini_hpc.forecast.protection import DomainLoss, compute_domain_loss
 
 
 def test_losses_of_whole_domains() -> None:
