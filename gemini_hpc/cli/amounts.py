@@ -1,13 +1,17 @@
-"""Argument types for argparse: sizes, rates, counts and numbers."""
+"""Options with a value for argparse, and their types: sizes, rates, counts and numbers."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from gemini_hpc.core.numbers import parse_number
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+REQUIRED: Any = object()  # in place of a default
+# name, type, default, metavar and help of an option
+Option = tuple[str, Callable[[str], Any], Any, str | None, str]
 _SPANS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -78,12 +82,14 @@ def build_number_parser(least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
+def add_values(parser: argparse._ActionsContainer, *options: Option) -> None:
+    """Add options with a value to a parser, or to a group of it."""
+    for name, parse, default, metavar, text in options:
+        need = {"required": True} if default is REQUIRED else {"default": default}
+        parser.add_argument(name, type=parse, metavar=metavar, help=text, **need)
+
+
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """Add the option of `plan` and `simulate` for the tier's rate."""
-    parser.add_argument(
-        "--storage",
-        type=parse_rate,
-        default=2.5e9,
-        metavar="RATE",
-        help="rate of the tier's storage, all nodes together, in bits/s (default: 20Gbps)",
-    )
+    text = "rate of the tier's storage, all nodes together, in bits/s (default: 20Gbps)"
+    add_values(parser, ("--storage", parse_rate, 2.5e9, "RATE", text))

@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
-from gemini_hpc.cli.amounts import build_number_parser, parse_count
+from gemini_hpc.cli.amounts import add_values, build_number_parser, parse_count
 from gemini_hpc.devcluster import cgroups, chaos, profiles, requirements, status, teardown
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.devcluster.errors import DevclusterError
@@ -189,21 +188,18 @@ def _register_chaos(verbs: _Subparsers) -> None:
         "power back.",
     )
     pace = storm.add_mutually_exclusive_group(required=True)
-    pace.add_argument(
-        "--mtbf", type=_parse_seconds, metavar="SECONDS", help="mean time between two cuts, exponentially distributed"
+    repair = "from a cut until the node has power again; then Slurm is told to use it (default: 30)"
+    add_values(
+        pace,
+        ("--mtbf", _parse_seconds, None, "SECONDS", "mean time between two cuts, exponentially distributed"),
+        ("--every", _parse_seconds, None, "SECONDS", "the same time between any two cuts"),
     )
-    pace.add_argument("--every", type=_parse_seconds, metavar="SECONDS", help="the same time between any two cuts")
-    storm.add_argument(
-        "--repair",
-        type=_parse_seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="from a cut until the node has power again; then Slurm is told to use it (default: 30)",
+    add_values(
+        storm,
+        ("--repair", _parse_seconds, 30.0, "SECONDS", repair),
+        ("--duration", _parse_seconds, None, "SECONDS", "end after so long (default: when no job is left)"),
+        ("--seed", parse_count, None, "N", "the same moments and choices each time"),
     )
-    storm.add_argument(
-        "--duration", type=_parse_seconds, metavar="SECONDS", help="end after so long (default: when no job is left)"
-    )
-    storm.add_argument("--seed", type=parse_count, metavar="N", help="the same moments and choices each time")
     storm.add_argument("--spare", nargs="+", default=[], metavar="NODE", help="nodes that are never cut")
     storm.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
 
@@ -325,15 +321,3 @@ def _run_chaos(args: Any) -> int:
     )
     chaos.Chaos(Cluster.attach(args.name), weather, print_event).run()
     return 0
-
-
-def _main() -> int:
-    parser = argparse.ArgumentParser(prog="gemini-hpc")
-    register(parser.add_subparsers(metavar="COMMAND", required=True))
-    args = parser.parse_args()
-    code: int = args.func(args)
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gemini_hpc.cli.amounts import build_count_parser, build_number_parser
+from gemini_hpc.cli.amounts import add_values, build_count_parser, build_number_parser
 from gemini_hpc.cli.frame import UsageError
 
 if TYPE_CHECKING:
@@ -24,30 +24,20 @@ _SACCT_S = 120.0  # months of a busy site: slurmdbd needs a minute and more
 def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add the options; return the group of those that exclude each other."""
     rates = parser.add_mutually_exclusive_group()
-    rates.add_argument(
-        "--failures-per-node-day",
-        type=build_number_parser(0, 100),
-        metavar="F",
-        help="failures of a node a day (default: 0.015)",
-    )
+    each = "failures of a node a day (default: 0.015)"
+    days = "days of history to ask sacct for (default: 90)"
+    share = "share of failures that destroy a node's memory (default: 0.5; with --history: 1)"
+    add_values(rates, ("--failures-per-node-day", build_number_parser(0, 100), None, "F", each))
     rates.add_argument(
         "--history",
         metavar="FILE",
         help="take the rate from the site's past: a file with the output of sacct (docs/dev/reproduction.md), the "
         "word sacct, which asks Slurm, or a directory of jobs' event logs (the controller's state_dir/jobs)",
     )
-    parser.add_argument(
-        "--history-days",
-        type=build_count_parser(1, 3650),
-        default=90,
-        metavar="N",
-        help="days of history to ask sacct for (default: 90)",
-    )
-    parser.add_argument(
-        "--hardware",
-        type=build_number_parser(0, 1),
-        metavar="SHARE",
-        help="share of failures that destroy a node's memory (default: 0.5; with --history: 1)",
+    add_values(
+        parser,
+        ("--history-days", build_count_parser(1, 3650), 90, "N", days),
+        ("--hardware", build_number_parser(0, 1), None, "SHARE", share),
     )
     return rates
 

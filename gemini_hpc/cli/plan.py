@@ -9,7 +9,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli import frame
-from gemini_hpc.cli.amounts import add_storage, build_count_parser, build_number_parser, parse_rate, parse_size
+from gemini_hpc.cli.amounts import (
+    REQUIRED,
+    add_storage,
+    add_values,
+    build_count_parser,
+    build_number_parser,
+    parse_rate,
+    parse_size,
+)
 from gemini_hpc.cli.failures import add_failures, read_failure_rate
 from gemini_hpc.cli.plot import add_plot, draw_plans
 from gemini_hpc.durations import format_age, format_seconds
@@ -48,49 +56,23 @@ def register(verbs: frame.Verbs) -> None:
         epilog="Nodes fail independently of each other; with --topology whole domains fail, too. The formulas: "
         "docs/dev/reproduction.md. Exit status: 0; 1 if the copies asked for do not fit; 2 for a wrong command line.",
     )
-    parser.add_argument(
-        "--nodes", type=build_count_parser(1, 200_000), required=True, metavar="N", help="number of nodes in the job"
-    )
-    parser.add_argument(
-        "--state", type=parse_size, required=True, metavar="SIZE", help="training state over all ranks, such as 1.2TB"
-    )
-    parser.add_argument(
-        "--network", type=parse_rate, required=True, metavar="RATE", help="network rate of a node, such as 200Gbps"
-    )
-    parser.add_argument("--memory", type=parse_size, required=True, metavar="SIZE", help="memory of a node")
-    parser.add_argument(
-        "--memory-fraction",
-        type=build_number_parser(0.01, 1),
-        default=None,
-        metavar="SHARE",
-        help="share of a node's memory that copies may use (default: the default of the setting memory_fraction)",
-    )
-    parser.add_argument(
-        "--iteration",
-        type=build_number_parser(0.001, 1e5),
-        required=True,
-        metavar="S",
-        help="seconds per iteration of the training",
-    )
-    parser.add_argument(
-        "--replicas", type=build_count_parser(1, 8), default=2, metavar="M", help="number of copies (default: 2)"
-    )
-    parser.add_argument(
-        "--idle",
-        type=build_number_parser(0, 1),
-        default=0.5,
-        metavar="SHARE",
-        help="share of an iteration in which the network is idle (default: 0.5; gemini-hpc report shows it)",
+    share = "share of a node's memory that copies may use (default: the default of the setting memory_fraction)"
+    idle = "share of an iteration in which the network is idle (default: 0.5; gemini-hpc report shows it)"
+    imports = "seconds from the start of a program to its resume() (default: 60)"
+    add_values(
+        parser,
+        ("--nodes", build_count_parser(1, 200_000), REQUIRED, "N", "number of nodes in the job"),
+        ("--state", parse_size, REQUIRED, "SIZE", "training state over all ranks, such as 1.2TB"),
+        ("--network", parse_rate, REQUIRED, "RATE", "network rate of a node, such as 200Gbps"),
+        ("--memory", parse_size, REQUIRED, "SIZE", "memory of a node"),
+        ("--memory-fraction", build_number_parser(0.01, 1), None, "SHARE", share),
+        ("--iteration", build_number_parser(0.001, 1e5), REQUIRED, "S", "seconds per iteration of the training"),
+        ("--replicas", build_count_parser(1, 8), 2, "M", "number of copies (default: 2)"),
+        ("--idle", build_number_parser(0, 1), 0.5, "SHARE", idle),
     )
     add_storage(parser)
     add_failures(parser)
-    parser.add_argument(
-        "--imports",
-        type=build_number_parser(0, 1e5),
-        default=60.0,
-        metavar="S",
-        help="seconds from the start of a program to its resume() (default: 60)",
-    )
+    add_values(parser, ("--imports", build_number_parser(0, 1e5), 60.0, "S", imports))
     parser.add_argument(
         "--redundancy",
         type=_parse_redundancy,

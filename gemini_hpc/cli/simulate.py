@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
-from gemini_hpc.cli.amounts import add_storage, build_count_parser, build_number_parser, parse_rate, parse_size
+from gemini_hpc.cli.amounts import (
+    add_storage,
+    add_values,
+    build_count_parser,
+    build_number_parser,
+    parse_rate,
+    parse_size,
+)
 from gemini_hpc.cli.failures import add_failures, read_failure_rate, read_lines
 from gemini_hpc.cli.frame import UsageError
 from gemini_hpc.cli.plot import add_plot, draw_outcomes
@@ -57,33 +64,12 @@ def register(verbs: frame.Verbs) -> None:
     parser.add_argument(
         "--schemes", type=_parse_schemes, default=list(_SCHEMES), help="comma-separated (default: all)"
     )
-    parser.add_argument(
-        "--nodes",
-        type=build_count_parser(2, 200_000),
-        default=1000,
-        metavar="N",
-        help="number of nodes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--state",
-        type=parse_size,
-        default=1203e9,
-        metavar="SIZE",
-        help="training state over all ranks (default: 1.2TB)",
-    )
-    parser.add_argument(
-        "--iteration",
-        type=build_number_parser(0.01, 1e5),
-        default=62.0,
-        metavar="S",
-        help="seconds of an iteration (default: 62)",
-    )
-    parser.add_argument(
-        "--network",
-        type=parse_rate,
-        default=50e9,
-        metavar="RATE",
-        help="network rate of a node, in bits/s (default: 400Gbps)",
+    add_values(
+        parser,
+        ("--nodes", build_count_parser(2, 200_000), 1000, "N", "number of nodes (default: 1000)"),
+        ("--state", parse_size, 1203e9, "SIZE", "training state over all ranks (default: 1.2TB)"),
+        ("--iteration", build_number_parser(0.01, 1e5), 62.0, "S", "seconds of an iteration (default: 62)"),
+        ("--network", parse_rate, 50e9, "RATE", "network rate of a node, in bits/s (default: 400Gbps)"),
     )
     add_storage(parser)
     add_failures(parser).add_argument(
@@ -91,34 +77,21 @@ def register(verbs: frame.Verbs) -> None:
         metavar="FILE",
         help="read the failures from FILE; each line has seconds, node ranks and kind, such as '3600 4-7,9 hardware'",
     )
-    parser.add_argument(
-        "--replicas", type=build_count_parser(1, 8), default=2, metavar="M", help="copies in memory (default: 2)"
-    )
-    parser.add_argument(
-        "--standby",
-        type=build_count_parser(0, 100_000),
-        default=0,
-        metavar="N",
-        help="standby nodes outside the job (default: 0)",
-    )
-    parser.add_argument(
-        "--days", type=build_number_parser(0.01, 3650), default=30.0, help="days to simulate (default: 30)"
-    )
-    parser.add_argument(
-        "--shape",
-        type=build_number_parser(0.1, 10),
-        default=1.0,
-        help="shape of the failures' Weibull distribution; below 1 they come in bursts (default: 1)",
-    )
-    parser.add_argument(
-        "--repair",
-        type=build_number_parser(0, 1e4),
-        default=24.0,
-        metavar="HOURS",
-        help="hours until a failed node is repaired (default: 24)",
-    )
-    parser.add_argument(
-        "--seed", type=build_count_parser(0, 1 << 31), default=1, help="seed of the failures (default: 1)"
+    bursts = "shape of the failures' Weibull distribution; below 1 they come in bursts (default: 1)"
+    add_values(
+        parser,
+        ("--replicas", build_count_parser(1, 8), 2, "M", "copies in memory (default: 2)"),
+        ("--standby", build_count_parser(0, 100_000), 0, "N", "standby nodes outside the job (default: 0)"),
+        ("--days", build_number_parser(0.01, 3650), 30.0, None, "days to simulate (default: 30)"),
+        ("--shape", build_number_parser(0.1, 10), 1.0, None, bursts),
+        (
+            "--repair",
+            build_number_parser(0, 1e4),
+            24.0,
+            "HOURS",
+            "hours until a failed node is repaired (default: 24)",
+        ),
+        ("--seed", build_count_parser(0, 1 << 31), 1, None, "seed of the failures (default: 1)"),
     )
     add_plot(parser)
     frame.add_json(parser, "print one JSON document (schema 1)")

@@ -99,7 +99,7 @@ def everything_running() -> str:
 def tool(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """The command line."""
     return subprocess.run(
-        [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", *arguments],
+        [sys.executable, "-m", "gemini_hpc.cli.main", "devcluster", *arguments],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -110,7 +110,7 @@ def tool(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProces
 
 def killed_up(name: str, milestone: str, profile: str = "fast") -> None:
     """`up`, killed as soon as it has got as far as a file."""
-    command = [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", "up", "--name", name]
+    command = [sys.executable, "-m", "gemini_hpc.cli.main", "devcluster", "up", "--name", name]
     process = subprocess.Popen(
         [*command, "--profile", profile], cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

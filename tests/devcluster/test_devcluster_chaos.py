@@ -47,7 +47,7 @@ def storm(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def started(cluster: Cluster, *words: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", "chaos", "--name", cluster.name, *words]
+    argv = [sys.executable, "-m", "gemini_hpc.cli.main", "devcluster", "chaos", "--name", cluster.name, *words]
     return subprocess.Popen(argv, cwd=CHECKOUT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

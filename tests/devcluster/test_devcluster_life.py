@@ -150,7 +150,7 @@ def test_installed_in_an_environment_below_a_closed_directory(name: str, tmp_pat
     )
     (home / "venv" / "bin" / "greet").chmod(0o755)
     python = str(home / "venv" / "bin" / "python")
-    command = [python, "-I", "-m", "gemini_hpc.cli.devcluster", "devcluster", "up", "--name", name, "--no-controller"]
+    command = [python, "-I", "-m", "gemini_hpc.cli.main", "devcluster", "up", "--name", name, "--no-controller"]
     done = subprocess.run([*command, "--nodes=1"], capture_output=True, text=True, timeout=60, check=False, cwd="/")
     assert done.returncode == 0, done.stderr
     with Cluster.attach(name) as cluster:
@@ -192,7 +192,7 @@ def test_every_verb_has_help() -> None:
 def test_without_root_it_says_so() -> None:
     setpriv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     for verb in (["up"], ["down"], ["status"], ["run", "--", "true"]):
-        command = [*setpriv, sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", *verb]
+        command = [*setpriv, sys.executable, "-m", "gemini_hpc.cli.main", "devcluster", *verb]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=CHECKOUT)
         assert done.returncode == 1
         assert "needs root" in done.stderr and done.stderr.count("\n") == 1
@@ -200,7 +200,7 @@ def test_without_root_it_says_so() -> None:
 
 def test_without_the_right_to_make_namespaces_it_says_so(name: str) -> None:
     setpriv = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
-    command = [*setpriv, sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", "up", "--name", name]
+    command = [*setpriv, sys.executable, "-m", "gemini_hpc.cli.main", "devcluster", "up", "--name", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=CHECKOUT)
     assert done.returncode == 1
     assert "the kernel refuses new namespaces" in done.stderr and done.stderr.count("\n") == 1
