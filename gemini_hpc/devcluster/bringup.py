@@ -6,16 +6,7 @@ import os
 import pwd
 from collections.abc import Mapping, Sequence
 
-from gemini_hpc.devcluster import (
-    accounting,
-    accounts,
-    configuration,
-    environment,
-    hosts,
-    network,
-    services,
-    teardown,
-)
+from gemini_hpc.devcluster import accounting, accounts, configuration, environment, hosts, network, services, teardown
 from gemini_hpc.devcluster.configuration import SLURMCTLD_PORT
 from gemini_hpc.devcluster.layout import ClusterFiles, ClusterRecord, save_record
 from gemini_hpc.devcluster.profiles import Profile, Setting

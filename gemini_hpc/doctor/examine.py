@@ -13,18 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gemini_hpc import __version__, clock
-from gemini_hpc.doctor import (
-    controller,
-    files,
-    installation,
-    jobs,
-    leftovers,
-    memory,
-    munge,
-    network,
-    plugin,
-    slurm,
-)
+from gemini_hpc.doctor import controller, files, installation, jobs, leftovers, memory, munge, network, plugin, slurm
 from gemini_hpc.doctor.facts import CONTROLLER, LOGIN, NODE, Here, HostFacts
 from gemini_hpc.doctor.finding import (
     ACCEPTED,
