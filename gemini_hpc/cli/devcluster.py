@@ -93,7 +93,7 @@ def register(subparsers: _Subparsers) -> None:
 
 
 def _add_verb(
-    verbs: _Subparsers, verb: str, sentence: str, action: Callable[[Any], int], **more: Any
+    verbs: _Subparsers, verb: str, sentence: str, action: Callable[[Any], None], **more: Any
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(verb, help=sentence, description=f"{sentence}.", **more)
     parser.set_defaults(func=partial(_run_verb, action))
@@ -204,9 +204,13 @@ def _register_chaos(verbs: _Subparsers) -> None:
     storm.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
 
 
-def _run_verb(action: Callable[[Any], int], args: Any) -> int:
+def _run_verb(action: Callable[[Any], None], args: Any) -> int:
+    def run(args: Any) -> int:
+        action(args)
+        return 0
+
     try:
-        return frame.run_verb("devcluster", action, (DevclusterError, OSError), args)
+        return frame.run_verb("devcluster", run, (DevclusterError, OSError), args)
     except subprocess.TimeoutExpired as error:
         frame.print_error("devcluster", f"no answer within {error.timeout:g} s; is it overloaded?")
         return 1
@@ -215,7 +219,7 @@ def _run_verb(action: Callable[[Any], int], args: Any) -> int:
         return 128 + signal.SIGINT
 
 
-def _start_cluster(args: Any) -> int:
+def _start_cluster(args: Any) -> None:
     cluster = Cluster.bring_up(
         args.name,
         args.nodes,
@@ -235,7 +239,6 @@ def _start_cluster(args: Any) -> int:
     if why := cgroups.find_tracking_problem():
         print(f"without proctrack/cgroup: {why}; processes are tracked by their groups, and no memory is limited")
     print(f"files: {cluster.directory}")
-    return 0
 
 
 def _parse_setting(text: str) -> tuple[str, Setting]:
@@ -250,32 +253,29 @@ def _parse_setting(text: str) -> tuple[str, Setting]:
     return key, parsed
 
 
-def _remove_cluster(args: Any) -> int:
+def _remove_cluster(args: Any) -> None:
     requirements.check_root()
     found = teardown.tear_down(ClusterFiles(args.name))
     print(f"cluster {args.name}: {'gone' if found else 'there was none'}")
-    return 0
 
 
-def _show_status(args: Any) -> int:
+def _show_status(args: Any) -> None:
     shown = Cluster.attach(args.name).read_status()
     print(msgspec.json.encode(shown).decode() if args.json else shown)
-    return 0
 
 
-def _list_clusters(args: Any) -> int:
+def _list_clusters(args: Any) -> None:
     for name, alive in status.list_clusters().items():
         print(f"{name}\t{'running' if alive else f'dead: gemini-hpc devcluster down --name {name}'}")
-    return 0
 
 
-def _run_command(args: Any) -> int:
-    return _exec_command(Cluster.attach(args.name), args.command, args.user, args.node)
+def _run_command(args: Any) -> None:
+    _exec_command(Cluster.attach(args.name), args.command, args.user, args.node)
 
 
-def _submit_job(args: Any) -> int:
+def _submit_job(args: Any) -> None:
     cluster = Cluster.attach(args.name)
-    return _exec_command(cluster, ["sbatch", *cluster.copy_script(args.command, args.user)], args.user, None)
+    _exec_command(cluster, ["sbatch", *cluster.copy_script(args.command, args.user)], args.user, None)
 
 
 def _exec_command(cluster: Cluster, command: Sequence[str], user: str | None, node: str | None) -> NoReturn:
@@ -285,29 +285,25 @@ def _exec_command(cluster: Cluster, command: Sequence[str], user: str | None, no
     os.execve(argv[0], argv, env)
 
 
-def _cut_power(args: Any) -> int:
+def _cut_power(args: Any) -> None:
     Cluster.attach(args.name).cut_power(args.node, args.reset)
-    return 0
 
 
-def _start_node(args: Any) -> int:
+def _start_node(args: Any) -> None:
     cluster, began = Cluster.attach(args.name), clock.monotonic()
     cluster.restore_power(args.node)
     print(f"{args.node}: registered after {clock.monotonic() - began:.2f} s, {cluster.read_node_state(args.node)}")
-    return 0
 
 
-def _resume_node(args: Any) -> int:
+def _resume_node(args: Any) -> None:
     Cluster.attach(args.name).resume(args.node)
-    return 0
 
 
-def _limit_link(args: Any) -> int:
+def _limit_link(args: Any) -> None:
     Cluster.attach(args.name).limit_link(args.node, None if args.rate == "off" else args.rate)
-    return 0
 
 
-def _run_chaos(args: Any) -> int:
+def _run_chaos(args: Any) -> None:
     def print_event(event: chaos.ChaosEvent) -> None:
         print(msgspec.json.encode(event).decode() if args.json else event, flush=True)
 
@@ -320,4 +316,3 @@ def _run_chaos(args: Any) -> int:
         spare=args.spare,
     )
     chaos.Chaos(Cluster.attach(args.name), weather, print_event).run()
-    return 0

@@ -53,12 +53,8 @@ def _describe_flush(word: Flushing) -> str:
 
 
 def _show_progress(word: Flushing) -> None:
-    if not word.over:
-        what = f"version {word.stamp.epoch}:{word.stamp.version}"
-        text = f"training {sanitize(word.training)}: {what}, {word.bytes / 1e6:.0f} MB written"
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-    else:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    what = f"version {word.stamp.epoch}:{word.stamp.version}, {word.bytes / 1e6:.0f} MB written"
+    frame.overwrite_line("" if word.over else f"training {sanitize(word.training)}: {what}")
 
 
 def _as_document(word: Flushing) -> dict[str, object]:

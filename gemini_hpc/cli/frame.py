@@ -144,6 +144,11 @@ def print_error(name: str, text: str) -> None:
     print(f"gemini-hpc {name}: {text}", file=sys.stderr)
 
 
+def overwrite_line(text: str) -> None:
+    """Show a text in place of the last line on stderr, a terminal."""
+    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
 def find_job(args: argparse.Namespace) -> tuple[Settings, int]:
     """Return the settings by which the agents of the named job are asked, and its raw id.
 
@@ -179,10 +184,7 @@ def _find_task_raw_id(task: str) -> int:
 
     from gemini_hpc.slurm import Slurm, UnknownJob
 
-    async def find() -> int:
-        return await Slurm().find_raw_id(task)
-
     try:
-        return asyncio.run(find())
+        return asyncio.run(Slurm().find_raw_id(task))
     except UnknownJob:
         raise UserError(f"job {task}: unknown, or not yours") from None

@@ -252,31 +252,19 @@ def _describe_training(s: Document, *, full: bool) -> list[str]:
 def _format_shard_table(s: Document) -> list[str]:
     rows = []
     for shard in s["shards"]:
-        for i, h in enumerate(shard["holders"] or [None]):
-            first = (
-                [str(shard["rank"]), str(shard["home"]), _format_bytes(shard["bytes"])] if i == 0 else ["", "", ""]
-            )
-            if h is None:
-                rows.append([*first, "nobody", "", "", "", ""])
-            else:
-                times = [format_age(h["age_s"]), format_age(h["verified_age_s"])]
-                rows.append([*first, h["host"], h["state"], _format_version(h["version"]), *times])
+        first = [str(shard["rank"]), str(shard["home"]), _format_bytes(shard["bytes"])]
+        for holder in map(_format_holder, shard["holders"]) if shard["holders"] else [["nobody", "", "", "", ""]]:
+            rows.append([*first, *holder])
+            first = ["", "", ""]
         if parity := shard.get("parity"):
-            of = "+".join(map(str, parity["of"]))
-            for h in parity["holders"]:
-                times = [format_age(h["age_s"]), format_age(h["verified_age_s"])]
-                rows.append(
-                    [
-                        f"^{of}",
-                        "",
-                        _format_bytes(parity["bytes"]),
-                        h["host"],
-                        h["state"],
-                        _format_version(h["version"]),
-                        *times,
-                    ]
-                )
+            first = ["^" + "+".join(map(str, parity["of"])), "", _format_bytes(parity["bytes"])]
+            rows += [[*first, *_format_holder(h)] for h in parity["holders"]]
     return _format_table(["shard", "home", "size", "holder", "state", "version", "age", "verified"], rows)
+
+
+def _format_holder(h: Document) -> list[str]:
+    times = [format_age(h["age_s"]), format_age(h["verified_age_s"])]
+    return [h["host"], h["state"], _format_version(h["version"]), *times]
 
 
 def _summarize_shards(s: Document) -> list[str]:

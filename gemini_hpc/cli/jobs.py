@@ -80,12 +80,7 @@ def collect_jobs(settings: Settings, *, since_s: float, now: float) -> Document:
 
 
 def _build_row(row: JobRow, d: Document | None) -> Document:
-    from gemini_hpc.query.figures import (
-        compute_sealed_age_s,
-        count_survivable_nodes,
-        find_sealed_version,
-        find_user_name,
-    )
+    from gemini_hpc.query import figures
     from gemini_hpc.query.inspect_document import format_protected_count
 
     slurm = d["slurm"].get("state", row.slurm) if d else row.slurm
@@ -93,14 +88,14 @@ def _build_row(row: JobRow, d: Document | None) -> Document:
         "job": row.job,
         "id": (d["slurm"].get("id") if d else "") or row.id or str(row.job),
         "uid": row.uid,
-        "user": find_user_name(row.uid),
+        "user": figures.find_user_name(row.uid),
         "state": d["state"] if d else "ended" if row.ended else "unknown",
         "state_of": format_protected_count(d) if d else "",
         "slurm": slurm,
         "nodes": len([n for n in d["nodes"] if n["member"]]) if d and d["nodes"] else row.nodes,
-        "sealed_age_s": compute_sealed_age_s(d) if d else None,
-        "sealed_version": row.sealed or (find_sealed_version(d) if d else None),
-        "survives": count_survivable_nodes(d) if d else None,
+        "sealed_age_s": figures.compute_sealed_age_s(d) if d else None,
+        "sealed_version": row.sealed or (figures.find_sealed_version(d) if d else None),
+        "survives": figures.count_survivable_nodes(d) if d else None,
         "recoveries": sum(r["completed"] for r in d["recoveries"]) if d else row.recoveries,
         "restarts": row.restarts,
         "ended": row.ended or None,

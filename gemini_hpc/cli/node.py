@@ -73,9 +73,7 @@ async def _read_node(settings: Settings, node: str) -> tuple[str, list[tuple[int
     nodes = await slurm.read_nodes([node])
     node_jobs = sorted((await slurm.read_owners([node]))[node], key=lambda found: found[1])
     allowed = Operators(settings.operators, (0, *settings.list_slurm_uids()))
-    found = nodes[node]
-    words = "+".join((found.state, *sorted(found.flags)))
-    return words, node_jobs, await allowed.allows(os.geteuid())
+    return nodes[node].state_words, node_jobs, await allowed.allows(os.geteuid())
 
 
 def _fetch_documents(settings: Settings, jobs: list[int], now: float) -> dict[int, Document]:

@@ -154,7 +154,7 @@ def _simulate_schemes(args: argparse.Namespace, faults: Faults) -> dict[str, Run
             )
     finally:
         if live:
-            _overwrite_line("")
+            frame.overwrite_line("")
     return found
 
 
@@ -179,12 +179,8 @@ def _show_progress(name: str, failures: Iterable[NodeFailure], days: float) -> I
     for failure in failures:
         if clock.monotonic() >= shown_at + _PROGRESS_EVERY_S:
             shown_at = clock.monotonic()
-            _overwrite_line(f"{name}: {failure.at_s / 864 / days:.0f} %")
+            frame.overwrite_line(f"{name}: {failure.at_s / 864 / days:.0f} %"[:79])
         yield failure
-
-
-def _overwrite_line(text: str) -> None:
-    print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)
 
 
 def _build_title(args: argparse.Namespace, outcomes: dict[str, RunOutcome]) -> str:

@@ -92,12 +92,6 @@ def unplug(outer: int, node: str) -> None:
     _run_batch("ip", outer, [f"link del v{node}"])
 
 
-def is_plugged(outer: int, node: str) -> bool:
-    """Return whether a node has its link."""
-    devices = Path(f"/proc/{outer}/net/dev").read_text()
-    return re.search(rf"^\s*v{node}:", devices, re.MULTILINE) is not None
-
-
 def parse_rate(rate: str) -> float:
     """Return the bits per second of a rate in tc's notation: 1gbit, 200mbit, 64kbit."""
     found = _RATE.fullmatch(rate)

@@ -48,11 +48,7 @@ def ask(layout: ClusterFiles, outer: ProcessId, name: str, *arguments: str, time
 def read_node_states(layout: ClusterFiles, outer: ProcessId) -> dict[str, str]:
     """Return the state of each node as sinfo prints it, in lower case ("idle", "down*", "drained")."""
     lines = ask(layout, outer, "sinfo", "-h", "-N", "-o", "%N %T").splitlines()
-    states = {}
-    for line in lines:
-        node, state = line.split(maxsplit=1)
-        states[node] = state
-    return states
+    return {node: state for node, _, state in (line.partition(" ") for line in lines)}
 
 
 def read_record(layout: ClusterFiles, outer: ProcessId, kind: str, name: str) -> dict[str, str]:

@@ -74,11 +74,7 @@ def find_obstacle(node: Node) -> str:
     if node.is_up:
         return ""
     reason = f": {node.reason}" if node.reason and node.is_withheld else ""
-    return f"{_format_state(node)}{reason}"
-
-
-def _format_state(node: Node) -> str:
-    return "+".join([node.state, *sorted(node.flags)])
+    return f"{node.state_words}{reason}"
 
 
 def build_command(node: Node, partition: str, config: str) -> list[str]:
@@ -119,7 +115,7 @@ def build_row(node: Node, out: str, why: str, digest: str) -> ClusterRow:
         why: The reason why there is none.
         digest: The digest of the settings on this host, with which the node's is compared.
     """
-    state = _format_state(node)
+    state = node.state_words
     refused = why.lower().partition(_REFUSED)[2]
     if refused.startswith(_REFUSED_BUSY):
         return ClusterRow(node.name, state, BUSY, f"no free CPU or memory within {BUSY_S} s")
@@ -159,15 +155,15 @@ def gather(
         open_ones = [p for p in node.partitions if partitions.get(p) == "UP"]
         why = find_obstacle(node) or ("" if open_ones else "no partition of the node is UP")
         if not why and node.state == "ALLOCATED":  # srun would wait here: many such nodes take the time of others
-            return ClusterRow(node.name, _format_state(node), BUSY, "jobs have all CPUs")
+            return ClusterRow(node.name, node.state_words, BUSY, "jobs have all CPUs")
         if not why and clock.monotonic() > end:
             why = f"no time left after {ALL_S:g} s"
         if why:
-            return ClusterRow(node.name, _format_state(node), UNASKED, why)
+            return ClusterRow(node.name, node.state_words, UNASKED, why)
         try:
             return build_row(node, *asking(build_command(node, open_ones[0], config)), digest)
         except (OSError, SlurmError) as exc:
-            return ClusterRow(node.name, _format_state(node), SILENT, str(exc))
+            return ClusterRow(node.name, node.state_words, SILENT, str(exc))
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(ask_node, nodes))

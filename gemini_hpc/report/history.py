@@ -37,11 +37,7 @@ def format_end(d: Document, columns: int) -> list[str]:
     if last:
         lines.append(f"last events (--json has all {len(d['events'])})" if len(d["events"]) > MAX_LAST else "events")
     for e in last:
-        host = f" {e['host']}" if e["host"] else ""
-        detail = format_detail(e)
-        lines += fold(
-            f"{e['name']}{host}{f': {detail}' if detail else ''}", columns, " " * 23, f"  {format_time(e['t'])}  "
-        )
+        lines += fold(_format_event(e), columns, " " * 23, f"  {format_time(e['t'])}  ")
     return lines
 
 
@@ -49,10 +45,7 @@ def format_recovery(r: Document, columns: int) -> list[str]:
     """Return the timeline of one recovery."""
     lines = [format_headline(r)]
     for e in r["events"]:
-        host = f" {e['host']}" if e["host"] else ""
-        detail = format_detail(e)
-        first = f"  +{e['after_s']:7.3f}  (+{e['gap_s']:.3f})  "
-        lines += fold(f"{e['name']}{host}{f': {detail}' if detail else ''}", columns, " " * 23, first)
+        lines += fold(_format_event(e), columns, " " * 23, f"  +{e['after_s']:7.3f}  (+{e['gap_s']:.3f})  ")
     return lines
 
 
@@ -60,6 +53,11 @@ def format_headline(r: Document) -> str:
     """Return a recovery in one line."""
     open_ = "" if r["completed"] else ", not completed"
     return f"recovery of restart {r['restart']} at {format_time(r['began'])}, {r['total_s']:.1f} s{open_}"
+
+
+def _format_event(e: Document) -> str:
+    detail = format_detail(e)
+    return " ".join(filter(None, (e["name"], e["host"]))) + (f": {detail}" if detail else "")
 
 
 def format_detail(e: Document) -> str:

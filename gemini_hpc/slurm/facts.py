@@ -90,6 +90,11 @@ class Node:
     spec_memory_mb: int = 0
 
     @property
+    def state_words(self) -> str:
+        """Return the state with its flags, for people."""
+        return "+".join((self.state, *sorted(self.flags)))
+
+    @property
     def is_up(self) -> bool:
         """Return whether Slurm would start a job here now or later."""
         bad = {"DRAIN", "NOT_RESPONDING", "FAIL", "MAINT", "POWERED_DOWN", "POWERING_DOWN", "INVALID_REG"}
