@@ -113,15 +113,14 @@ def _examine_cluster(facts: HostFacts, args: argparse.Namespace) -> frame.Result
     from gemini_hpc.report import columns
     from gemini_hpc.slurm import Slurm
 
-    why = cluster.find_rights_problem()
     if args.only or args.host_role != "auto":
-        why = "--cluster goes with neither --only nor --host-role"
+        raise frame.UsageError("--cluster goes with neither --only nor --host-role")
+    if os.geteuid():
+        raise frame.UsageError("only root can examine other nodes: run it as root")
     try:
-        nodes, partitions = ([], {}) if why else (list(facts.nodes.values()), facts.ask_slurm(Slurm.read_partitions))
+        nodes, partitions = list(facts.nodes.values()), facts.ask_slurm(Slurm.read_partitions)
     except Unavailable as exc:
-        why, nodes, partitions = str(exc), [], {}
-    if why:
-        raise frame.UsageError(why)
+        raise frame.UsageError(str(exc)) from None
     own_host = facts.here
     rows = cluster.gather(nodes, partitions, facts.config_path, own_host.settings_sha256)
     d = cluster.build_document(rows, own_host.host, own_host.settings_sha256, clock.time())

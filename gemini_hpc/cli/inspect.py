@@ -11,8 +11,7 @@ from gemini_hpc.cli import frame, live_view
 from gemini_hpc.cli.amounts import build_number_parser
 from gemini_hpc.config import Settings
 from gemini_hpc.durations import format_age
-from gemini_hpc.report import columns, history, traffic_text
-from gemini_hpc.report.summary import format_share, format_summary
+from gemini_hpc.report import columns, summary, traffic_text
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
         width: Columns of the terminal.
         full: Whether to list every node, every shard with its holders, and every event of a recovery.
     """
-    lines = format_summary(d, width) + history.format_end(d, width)
+    lines = summary.format_summary(d, width) + summary.format_end(d, width)
     for note in d["notes"]:
         lines += columns.fold(note, width, "    ", "note: ")
     for s in d["trainings"]:
@@ -155,7 +154,7 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
         lines += columns.fold(_describe_predecessor(d["after"]), width, "    ", "")
     for r in d["recoveries"] if full else d["recoveries"][-MAX_RECOVERIES_SHOWN:]:
         lines += (
-            history.format_recovery(r, width) if full else columns.fold(history.format_headline(r), width, "    ", "")
+            summary.format_recovery(r, width) if full else columns.fold(summary.format_headline(r), width, "    ", "")
         )
     return "\n".join(lines)
 
@@ -244,7 +243,7 @@ def _describe_training(s: Document, *, full: bool) -> list[str]:
     lines += _format_shard_table(s) if full else _summarize_shards(s)
     lines += _describe_survival(s["survival"], full=full)
     if live := s["survival"].get("live"):
-        shares = ", ".join(format_share(row["k"], row["probability"]) for row in live["survives"])
+        shares = ", ".join(summary.format_share(row["k"], row["probability"]) for row in live["survives"])
         lines.append(f"  while all ranks run, their tensors count as copies: {shares}; not during optimizer.step()")
     return lines
 
@@ -305,7 +304,7 @@ def _describe_survival(v: Document, *, full: bool) -> list[str]:
         return ["  may be lost: nothing yet"]
     lines = []
     if full:
-        shares = ", ".join(format_share(row["k"], row["probability"]) for row in v["survives"])
+        shares = ", ".join(summary.format_share(row["k"], row["probability"]) for row in v["survives"])
         lines.append(f"  may be lost: {shares} (exact, for version {_format_version(v['counted_version'])})")
     fatal = ["+".join(f) for f in v["fatal"]]
     shown = fatal if full else fatal[:MAX_FATAL_SHOWN]

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.files import replace_file
 
 ROOT = Path("/var/lib/gemini-devcluster")
 # neutral paths inside, because the real environment may lie below a user's 0700 home
@@ -108,9 +109,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
 def save_record(path: Path, record: msgspec.Struct) -> None:
     """Write a record in one step."""
-    new = path.with_suffix(".new")
-    new.write_bytes(msgspec.json.encode(record) + b"\n")
-    new.rename(path)
+    replace_file(str(path), msgspec.json.encode(record) + b"\n")
 
 
 def load_record(path: Path, kind: type[T]) -> T | None:

@@ -11,6 +11,7 @@ from gemini_hpc.devcluster import cgroups, lock, processes
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import BUILD, INSIDE, MARKER, ROLE, ROOT, SETTINGS, ClusterFiles
 from gemini_hpc.devcluster.processes import ProcessId
+from gemini_hpc.node.mounts import list_mounts
 
 # bound inside each cluster, but required to exist outside
 MOUNT_POINTS = (INSIDE, SETTINGS)
@@ -82,8 +83,7 @@ def _end_processes(layout: ClusterFiles) -> bool:
 
 def _refuse_mounts(directory: Path) -> None:
     """Raise DevclusterError for a mount below the directory, whose foreign files would be deleted."""
-    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    below = [mount for mount in mounts if Path(mount).is_relative_to(directory)]
+    below = [mount.point for mount in list_mounts() if Path(mount.point).is_relative_to(directory)]
     if below:
         raise DevclusterError(f"{below[0]} is a mount point on this host: umount it, then try again")
 

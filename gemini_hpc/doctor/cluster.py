@@ -6,7 +6,6 @@ Nodes that Slurm cannot use, or that are busy with jobs, are named with the reas
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -211,8 +210,3 @@ def format_table(rows: Sequence[ClusterRow], host: str, digest: str, columns: in
     accepted = sum(r.count(ACCEPTED) for r in rows)
     total = ", ".join(f"{n} {s}" for s, n in counts_of.items() if n)
     return "\n".join([*shown, f"{len(rows)} nodes: {total}; {accepted} accepted warnings are not shown"])
-
-
-def find_rights_problem() -> str:
-    """Return why this process cannot ask; "" if it can."""
-    return "" if os.geteuid() == 0 else "only root can examine other nodes: run it as root"

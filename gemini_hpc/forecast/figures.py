@@ -201,11 +201,11 @@ def build_gemini_12() -> Figure:
     return Figure("GEMINI, Figure 12: frequency of checkpoints", _TESTBED, rows)
 
 
-def _compute_ratios(rates: list[tuple[str, float]]) -> list[tuple[str, tuple[float, float, float]]]:
+def _compute_shares(failures_per_day: float) -> list[float]:
+    """Return the share of the time that trains with GEMINI, HighFreq and Strawman."""
     t = TrainingFigures()
     schemes = build_gemini(t), build_highfreq(t), build_strawman(t)
-    shares = [(what, [scheme.compute_effective_share(n) for scheme in schemes]) for what, n in rates]
-    return [(what, (ours, often, seldom)) for what, (ours, often, seldom) in shares]
+    return [scheme.compute_effective_share(failures_per_day) for scheme in schemes]
 
 
 def _format_share(value: float) -> str:
@@ -214,16 +214,11 @@ def _format_share(value: float) -> str:
 
 def build_gemini_15a() -> Figure:
     """Return GEMINI, Figure 15a."""
-    paper_values = {0: ("", "", ""), 8: ("close to none failing", "", "")}
+    published = {(8, "GEMINI"): "close to none failing"}
     rows = tuple(
-        FigureRow(f"{what}, {name}", published, _format_share(value))
-        for what, values in _compute_ratios([(f"{n} failures a day", float(n)) for n in (0, 2, 4, 6, 8)])
-        for name, value, published in zip(
-            ("GEMINI", "HighFreq", "Strawman"),
-            values,
-            paper_values.get(int(what.split()[0]), ("", "", "")),
-            strict=True,
-        )
+        FigureRow(f"{n} failures a day, {name}", published.get((n, name), ""), _format_share(share))
+        for n in (0, 2, 4, 6, 8)
+        for name, share in zip(("GEMINI", "HighFreq", "Strawman"), _compute_shares(n), strict=True)
     )
     return Figure("GEMINI, Figure 15a: share of the time that trains, 16 nodes", _TESTBED, rows)
 
@@ -231,10 +226,9 @@ def build_gemini_15a() -> Figure:
 def build_gemini_15b() -> Figure:
     """Return GEMINI, Figure 15b."""
     rows = []
-    for what, (ours, often, seldom) in _compute_ratios(
-        [(f"{n} nodes", 0.015 * n) for n in (16, 200, 400, 600, 800, 1000)]
-    ):
-        large = what.startswith("1000 ")
+    for n in (16, 200, 400, 600, 800, 1000):
+        what, large = f"{n} nodes", n == 1000
+        ours, often, seldom = _compute_shares(0.015 * n)
         rows += [
             FigureRow(f"{what}, GEMINI", "91 %" if large else "", _format_percent(ours)),
             FigureRow(f"{what}, HighFreq", "", _format_percent(often)),
