@@ -220,8 +220,7 @@ def _inspect_job(run: demo.TrainingRun) -> dict[str, Any]:
 def _show_timeline(
     reference: demo.TrainingRun, run: demo.TrainingRun, document: dict[str, Any], show: demo.Show
 ) -> None:
-    first = min(line["time"] for line in run.read_log() if line.get("restart") == 1 and "step" in line)
-    story = demo.build_timeline(document, run.cut_at[0], 1, first)
+    story = demo.build_timeline(document, run.cut_at[0], 1, run.list_steps(1)[0]["time"])
     show.say("Timeline (seconds after the node was taken away):")
     for t, text, detail in story.rows:
         show.say(f"  {t:6.2f}  {text:<34} {detail[:80]}")

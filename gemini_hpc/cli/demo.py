@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gemini_hpc import clock
 from gemini_hpc.cli import frame
 from gemini_hpc.cli.amounts import parse_count
+from gemini_hpc.core import hostlist
 
 if TYPE_CHECKING:
     from gemini_hpc.devcluster.cluster import Cluster
@@ -98,9 +99,14 @@ class TrainingRun:
             raise DemoFailed(f"{path} is no log of a training: a line is no JSON object")
         return found
 
+    def list_steps(self, restart: int | None = None) -> list[dict[str, Any]]:
+        """Return the log's iterations, in this incarnation or in all."""
+        steps = [line for line in self.read_log() if "step" in line]
+        return [line for line in steps if restart is None or line.get("restart") == restart]
+
     def read_step(self) -> int:
         """Return the last iteration that rank 0 has finished."""
-        return max((line["step"] for line in self.read_log() if "step" in line), default=0)
+        return max((line["step"] for line in self.list_steps()), default=0)
 
     @property
     def state(self) -> str:
@@ -212,9 +218,7 @@ def _inspect_job(run: DemoRun, *options: str) -> str:
 
 
 def _cut_power(run: DemoRun, args: argparse.Namespace, show: Show) -> str:
-    hosts = run.cluster.run(
-        ["scontrol", "show", "hostnames", run.cluster.read_job(run.id)["NodeList"]]
-    ).stdout.split()
+    hosts = hostlist.expand(run.cluster.read_job(run.id)["NodeList"])
     victim = hosts[0] if args.victim == "batch-host" else hosts[1]
     run.cut_at.append(clock.time())
     run.cluster.cut_power(victim)
@@ -224,7 +228,7 @@ def _cut_power(run: DemoRun, args: argparse.Namespace, show: Show) -> str:
 
 def has_recovered(run: TrainingRun, restart: int) -> bool:
     """Return whether this incarnation has finished an iteration."""
-    return any(line.get("restart") == restart and "step" in line for line in run.read_log())
+    return bool(run.list_steps(restart))
 
 
 _TIMELINE = (
@@ -291,12 +295,14 @@ def build_timeline(document: dict[str, Any], cut: float, restart: int, first_ste
 
 def compare_runs(reference: TrainingRun, run: TrainingRun) -> tuple[int, list[str]]:
     """Return the number of compared iterations and the list of differences."""
-    wanted = {line["step"]: line["loss"] for line in reference.read_log() if "step" in line}
-    trouble = []
-    for line in run.read_log():
-        if "step" in line and wanted.get(line["step"]) != line["loss"]:
-            trouble.append(f"loss of iteration {line['step']} (restart {line['restart']}) differs")
-    seen = {line["step"] for line in run.read_log() if "step" in line}
+    wanted = {line["step"]: line["loss"] for line in reference.list_steps()}
+    steps = run.list_steps()
+    trouble = [
+        f"loss of iteration {line['step']} (restart {line['restart']}) differs"
+        for line in steps
+        if wanted.get(line["step"]) != line["loss"]
+    ]
+    seen = {line["step"] for line in steps}
     if seen != set(wanted) or len(wanted) != reference.steps:
         trouble.append(f"{len(seen)} and {len(wanted)} iterations, wanted {reference.steps}")
     digests = [[line["final"] for line in r.read_log() if "final" in line] for r in (reference, run)]
@@ -355,10 +361,7 @@ def _run_jobs(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
         if number < args.cuts:
             cluster.restore_power(victim)
             cluster.resume(victim)
-    first_steps = {
-        n: min(line["time"] for line in main.read_log() if line.get("restart") == n and "step" in line)
-        for n in range(1, args.cuts + 1)
-    }
+    first_steps = {n: main.list_steps(n)[0]["time"] for n in range(1, args.cuts + 1)}
     clock.sleep(0.5)
     after = _inspect_job(main)
     document = json.loads(_inspect_job(main, "--json"))
@@ -400,8 +403,8 @@ def _run_jobs(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
 
 def count_repeated(run: TrainingRun, restart: int) -> int:
     """Return the number of completed iterations that this recovery had to repeat."""
-    old = max((line["step"] for line in run.read_log() if "step" in line and line["restart"] < restart), default=0)
-    new = min(line["step"] for line in run.read_log() if "step" in line and line["restart"] == restart)
+    old = max((line["step"] for line in run.list_steps() if line["restart"] < restart), default=0)
+    new = run.list_steps(restart)[0]["step"]
     return int(max(0, old - new + 1))
 
 

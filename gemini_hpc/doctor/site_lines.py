@@ -75,18 +75,8 @@ def runs_every_line(of: SlurmRelease | None) -> bool:
     return of is not None and of.series >= _SEVERAL_LINES
 
 
-_KEYS = {
-    name.lower(): name
-    for name in (
-        "PrologFlags",
-        "Prolog",
-        "Epilog",
-        "PlugStackConfig",
-        "JobRequeue",
-        "UnkillableStepTimeout",
-        "PluginDir",
-    )
-}
+_NAMES = ("PrologFlags", "Prolog", "Epilog", "PlugStackConfig", "JobRequeue", "UnkillableStepTimeout", "PluginDir")
+_KEYS = {name.lower(): name for name in _NAMES}
 
 
 def _read_assignments(path: str, seen: set[str]) -> Iterator[tuple[str, str]]:
