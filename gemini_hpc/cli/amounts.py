@@ -85,7 +85,7 @@ def build_number_parser(least: float, most: float) -> Callable[[str], float]:
 def add_values(parser: argparse._ActionsContainer, *options: Option) -> None:
     """Add options with a value to a parser, or to a group of it."""
     for name, parse, default, metavar, text in options:
-        need = {"required": True} if default is REQUIRED else {"default": default}
+        need: dict[str, Any] = {"required": True} if default is REQUIRED else {"default": default}
         parser.add_argument(name, type=parse, metavar=metavar, help=text, **need)
 
 

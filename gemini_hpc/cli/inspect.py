@@ -252,7 +252,7 @@ def _format_shard_table(s: Document) -> list[str]:
     rows = []
     for shard in s["shards"]:
         first = [str(shard["rank"]), str(shard["home"]), _format_bytes(shard["bytes"])]
-        for holder in map(_format_holder, shard["holders"]) if shard["holders"] else [["nobody", "", "", "", ""]]:
+        for holder in [_format_holder(h) for h in shard["holders"]] or [["nobody", "", "", "", ""]]:
             rows.append([*first, *holder])
             first = ["", "", ""]
         if parity := shard.get("parity"):
