@@ -19,7 +19,7 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.controller import lemons, withheld
 from gemini_hpc.controller.primary import LOCK, is_here
-from gemini_hpc.doctor.facts import HostFacts
+from gemini_hpc.doctor.facts import HostFacts, read_text
 from gemini_hpc.doctor.finding import Outcome, Unavailable, join_some, report_ok, report_warning, report_wrong
 from gemini_hpc.durations import format_time
 from gemini_hpc.node import mounts
@@ -304,9 +304,8 @@ def holds_lock(pid: int, info: os.stat_result) -> bool:
             with suppress(OSError):
                 if not os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), info):
                     continue
-                with open(f"/proc/{pid}/fdinfo/{fd}", encoding="ascii", errors="replace") as f:
-                    if _HELD.search(f.read(1 << 16)):
-                        return True
+                if _HELD.search(read_text(f"/proc/{pid}/fdinfo/{fd}")):
+                    return True
     return False
 
 
@@ -332,8 +331,7 @@ def find_holder(path: str, candidates: Iterable[int]) -> int | None:
     possible holders, the likely ones first. Raises `FileNotFoundError`, OSError.
     """
     info = os.stat(path)
-    with open("/proc/locks", encoding="ascii", errors="replace") as f:
-        pids = find_pids_by_inode(info, f.read(_MAX_LOCKS_BYTES))
+    pids = find_pids_by_inode(info, read_text("/proc/locks", _MAX_LOCKS_BYTES))
     for pid in dict.fromkeys((*candidates, *filter(None, pids))):
         if holds_lock(pid, info):
             return pid

@@ -121,7 +121,10 @@ def query_interpreter() -> list[str]:
 
 
 def _find_code() -> tuple[list[str], list[str]]:
-    """Return the search path of that interpreter, and the directories of the packages. Raises ValueError, as well."""
+    """Return the search path of that interpreter, and the directories of the packages.
+
+    Raises as `query_interpreter`, and ValueError for an answer that is too short.
+    """
     _, package, _, *search = query_interpreter()
     others = [os.path.join(place, name) for place in search for name in ("msgspec", "xxhash")]
     return search, [os.path.dirname(package), *filter(os.path.isdir, others)]
