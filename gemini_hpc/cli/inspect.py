@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.cli import frame, live_view
 from gemini_hpc.cli.amounts import build_number_parser
-from gemini_hpc.config import Settings
 from gemini_hpc.durations import format_age
 from gemini_hpc.report import columns, summary, traffic_text
 from gemini_hpc.wire.sanitize import sanitize
 
 if TYPE_CHECKING:
     from gemini_hpc.query.inspect_document import Document
-    from gemini_hpc.wire.inspect_schema import JobAnswer
 
 MAX_NAMES_SHOWN = 8
 MAX_NODES_SHOWN = 8
@@ -53,56 +51,23 @@ def register(verbs: frame.Verbs) -> None:
 
 def run(args: argparse.Namespace) -> frame.Result | int:
     """Show the job. With --watch, return the exit status 0 when the user ends the view."""
-    source = _AnswerSource(*frame.find_job(args))
+    from gemini_hpc.query import ask
+
+    settings, job = frame.find_job(args)
+    source = ask.AnswerSource(settings)
 
     def build_result() -> frame.Result:
-        return frame.Result(
-            source.fetch_document(), lambda d: render(sanitize(d), columns.measure_width(), full=args.full)
-        )
+        answer, failure = source.ask(job)
+        if failure is not None and not answer.parts:
+            raise ask.QueryError(f"job {job}: no controller ({failure}) and no agent answers")
+        asked = "controller" if failure is None else "agents"
+        document = ask.describe_answer(job, answer, asked, clock.time())
+        return frame.Result(document, lambda d: render(sanitize(d), columns.measure_width(), full=args.full))
 
     if args.watch is None:
         return build_result()
     live_view.show_live(lambda: build_result().format(args.json), args.watch, plain=args.json)
     return 0
-
-
-class _AnswerSource:
-    """The source of the answers: the controller, or the agents while no controller answers."""
-
-    def __init__(self, settings: Settings, job: int) -> None:
-        self._settings, self._job = settings, job
-        self._line: Any = None
-
-    def fetch_document(self) -> Document:
-        from gemini_hpc.query import ask
-
-        asked = "controller"
-        try:
-            answer = self._ask_controller()
-        except ask.NoControllerError as exc:
-            self._line, asked = None, "agents"
-            answer = ask.ask_agents(self._settings, self._job)
-            if not answer.parts:
-                raise ask.QueryError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
-        return ask.describe_answer(self._job, answer, asked, clock.time())
-
-    def _ask_controller(self) -> JobAnswer:
-        """Return the controller's answer, over the previous connection if that still works.
-
-        The controller closes a connection that is silent for a minute. It may also have been restarted since.
-        """
-        from gemini_hpc.query import ask
-
-        line, self._line = self._line, None
-        if line is not None:
-            try:
-                answer: JobAnswer = line.ask(self._job)
-                self._line = line
-                return answer
-            except ask.NoControllerError:
-                line.close()
-        self._line = ask.ControllerLine(self._settings, self._job)
-        return self._line.ask(self._job)  # type: ignore[no-any-return]
 
 
 # ---- text ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Slurm does not show which jobs were submitted with the option, so all places tha
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from gemini_hpc import clock
@@ -27,37 +27,6 @@ AGAIN, AGAIN_S = 3, 0.5  # a busy node answers late, not never
 DEADLINE_S = 12.0  # shorter than the time of a check, so that its answer is complete
 
 
-class _Asking:
-    """A source of answers about jobs: the controller, or the agents if no controller answers."""
-
-    def __init__(self, facts: HostFacts, deadline: float) -> None:
-        self._settings, self._deadline = facts.settings, deadline
-        self._line: ask.ControllerLine | None = None
-        self._without = 0
-
-    def ask(self, raw_id: int) -> JobAnswer | None:
-        """Return the answer about a job, None if it was refused or no time is left."""
-        if clock.monotonic() > self._deadline:
-            return None
-        try:
-            try:
-                if self._without:
-                    raise ask.NoControllerError("")
-                self._line = self._line or ask.ControllerLine(self._settings, raw_id)
-                return self._line.ask(raw_id)
-            except ask.NoControllerError:
-                self._without += 1
-                if self._without > MAX_WITHOUT_CONTROLLER:
-                    return None
-                return ask.ask_agents(self._settings, raw_id)
-        except ask.QueryError:
-            return None
-
-    def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
-
-
 def _list_bare_nodes(answer: JobAnswer, sure: bool) -> tuple[str, ...]:
     """Return the nodes of the job without an agent.
 
@@ -75,11 +44,21 @@ def check_agents(facts: HostFacts) -> Outcome:
     running = [row.raw_id for row in rows if row.state == RUNNING][:MAX_JOBS]
     if not running:
         return report_ok(f"no protected job runs{_describe_view(known)}")
-    asking = _Asking(facts, clock.monotonic() + DEADLINE_S)
+    source, deadline = ask.AnswerSource(facts.settings, again=False), clock.monotonic() + DEADLINE_S
+
+    def ask_job(raw_id: int) -> JobAnswer | None:
+        """Return the answer about a job, None if it was refused or no time is left."""
+        if clock.monotonic() > deadline or source.without >= MAX_WITHOUT_CONTROLLER:
+            return None
+        try:
+            return source.ask(raw_id)[0]
+        except ask.QueryError:
+            return None
+
     protected_jobs, untold, problems = 0, 0, []
-    try:
+    with closing(source):
         for raw_id in running:
-            answer = asking.ask(raw_id)
+            answer = ask_job(raw_id)
             if answer is None:
                 untold += 1
                 continue
@@ -90,7 +69,7 @@ def check_agents(facts: HostFacts) -> Outcome:
                     continue
                 for _ in range(AGAIN):  # a busy node may have answered late
                     clock.sleep(AGAIN_S)
-                    answer = asking.ask(raw_id) or answer
+                    answer = ask_job(raw_id) or answer
                     if not _list_bare_nodes(answer, sure):
                         break
             bare = _list_bare_nodes(answer, sure)
@@ -98,8 +77,6 @@ def check_agents(facts: HostFacts) -> Outcome:
             if bare:
                 none = "no agent at all" if not answer.parts else f"no agent on {join_some(bare, ', ')}"
                 problems.append(f"job {raw_id} of {answer.slurm.get('user', '?')[:32]}: {none}")
-    finally:
-        asking.close()
     if problems:
         return report_wrong(
             f"partly protected or not at all: {join_some(problems)}",

@@ -247,6 +247,52 @@ async def _ask_agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnsw
     return inspect_schema.JobAnswer(parts=parts, slurm=build_slurm_facts(of.job), missing=missing)
 
 
+class AnswerSource:
+    """The source of answers about jobs: the controller, or the agents while no controller answers.
+
+    Attributes:
+        without: Number of questions so far that the controller did not answer.
+    """
+
+    def __init__(self, settings: Settings, *, again: bool = True) -> None:
+        """Create a source; `again` is whether a controller that did not answer is asked the next time, too."""
+        self._settings, self._again = settings, again
+        self._line: ControllerLine | None = None
+        self._failure: NoControllerError | None = None
+        self.without = 0
+
+    def ask(self, job: int) -> tuple[inspect_schema.JobAnswer, NoControllerError | None]:
+        """Return the answer about a job, and why it comes from the agents, if it does. Raises `QueryError`."""
+        try:
+            if self._failure is not None and not self._again:
+                raise self._failure
+            return self._ask_controller(job), None
+        except NoControllerError as exc:
+            self.close()
+            self._failure = exc
+            self.without += 1
+            return ask_agents(self._settings, job), exc
+
+    def _ask_controller(self, job: int) -> inspect_schema.JobAnswer:
+        """Return the controller's answer, over the previous connection if that still works.
+
+        The controller closes a connection that is silent for a minute. It may also have been restarted since.
+        """
+        if self._line is not None:
+            try:
+                return self._line.ask(job)
+            except NoControllerError:
+                self.close()
+        self._line = ControllerLine(self._settings, job)
+        return self._line.ask(job)
+
+    def close(self) -> None:
+        """Close the connection to the controller, if there is one."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A question to an agent about a rank, and its answer.

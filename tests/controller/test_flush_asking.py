@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from gemini_hpc import slurm
-from gemini_hpc.cli import inspect
 from gemini_hpc.config import Settings
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query import ask
@@ -166,6 +165,6 @@ def test_a_watch_outlives_a_line_that_the_controller_has_closed(monkeypatch: pyt
             pass
 
     monkeypatch.setattr(ask, "ControllerLine", Line)
-    source = inspect._AnswerSource(Settings(), 7)
-    assert [source.fetch_document()["asked"] for _ in range(3)] == ["controller"] * 3
+    source = ask.AnswerSource(Settings())
+    assert [source.ask(7)[1] for _ in range(3)] == [None] * 3
     assert made == [7, 7, 7]
