@@ -6,43 +6,18 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.core import hostlist
+from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.durations import format_time
 
 LOOK_S = 0.5  # short beside the pauses between two faults
 BACK_S = 60.0  # seconds within which Slurm has to use a node again
 _LOST = ("down", "drain", "fail", "unk", "reboot")
-
-
-class Machines(Protocol):
-    """The interface of `Cluster` that chaos needs."""
-
-    name: str
-    node_names: list[str]
-
-    def is_on(self, node: str) -> bool:
-        """Return whether a node has power."""
-
-    def cut_power(self, node: str) -> None:
-        """Cut a node's power."""
-
-    def restore_power(self, node: str) -> None:
-        """Start a node."""
-
-    def resume(self, node: str) -> None:
-        """Resume a node from DOWN and DRAIN."""
-
-    def read_node_states(self) -> dict[str, str]:
-        """Return Slurm's state of each node."""
-
-    def read_queue(self) -> list[tuple[int, str, str]]:
-        """Return id, state and list of nodes of each unfinished job."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +86,7 @@ class _Repair:
 class Chaos:
     """A run of power cuts; `tell` is called with each event at once."""
 
-    def __init__(self, cluster: Machines, weather: Weather, tell: Callable[[ChaosEvent], None]) -> None:
+    def __init__(self, cluster: Cluster, weather: Weather, tell: Callable[[ChaosEvent], None]) -> None:
         """Create a run. Raises DevclusterError for spare nodes that the cluster does not have."""
         for node in weather.spare:
             if node not in cluster.node_names:
