@@ -159,7 +159,8 @@ def examine(facts: HostFacts, only: Collection[str] = (), checks: tuple[Check, .
     `only` restricts the checks to these names or groups (the part of a name before the dot).
     """
     end = clock.monotonic() + ALL_TIMEOUT_S
-    roles, accepted = _find_roles(facts), read_or((), lambda: facts.settings.accepted_warnings)
+    roles = _find_roles(facts)
+    accepted: tuple[str, ...] = read_or((), lambda: facts.settings.accepted_warnings)
     for check in checks:
         if only and check.name not in only and check.name.partition(".")[0] not in only:
             continue
