@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
 
+from gemini_hpc.clock import DAY_S
 from gemini_hpc.forecast.schemes import (
-    DAY_S,
     SCHEMES,
     Scheme,
     TrainingFigures,
