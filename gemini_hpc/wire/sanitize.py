@@ -20,7 +20,7 @@ def sanitize(content: Any) -> Any:
         return replace_unprintable(content)
     if isinstance(content, dict):
         return {sanitize(key): sanitize(value) for key, value in content.items()}
-    return [sanitize(item) for item in content] if isinstance(content, list) else content
+    return [sanitize(item) for item in content] if isinstance(content, (list, tuple)) else content
 
 
 def bound_event(event: EventRecord, host: str) -> EventRecord:

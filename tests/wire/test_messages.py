@@ -17,6 +17,7 @@ from gemini_hpc.core.standstill import HangStanding, Place
 from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.control_page import pack_seal, unpack_seal
+from gemini_hpc.wire.sanitize import sanitize
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
 
 
@@ -157,3 +158,9 @@ def test_standings_of_peers() -> None:
         for bad in ({"silent_s": math.nan}, {"awake_s": -1.0}, {"ranks": 1 << 21}, {"least": {}}):
             word = packed(kind=kind, round=1, training="s", standing=good | bad)
             assert refused(protocol.decoder, word), (kind, bad)
+
+
+def test_text_of_every_container_becomes_printable() -> None:
+    """`msgspec.to_builtins` leaves tuples as they are."""
+    clean = sanitize({"a\x1b": ("b\x1b[2J", ["c\n"]), "n": 7})
+    assert not any(c in str(clean) for c in ("\\x1b", "\\n")) and clean["n"] == 7
