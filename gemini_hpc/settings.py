@@ -32,36 +32,37 @@ class Settings:
 
     cluster_name: str = _declare(
         "cluster",
-        "Name of this cluster; it need not be Slurm's. Agents and controllers of another name are refused.",
+        "Name of this cluster. It may differ from Slurm's. Agents and controllers of another name are refused.",
     )
     run_dir: str = _declare(
         "/run/gemini-hpc",
-        "Root's directory, with one for each job. For another one also set `run_dir=DIR` behind the plugin in "
+        "Root's directory, with one for each job. Another one also needs `run_dir=DIR` behind the plugin in "
         "`plugstack.conf`.",
     )
-    state_dir: str = _declare("/var/lib/gemini-hpc", "The controller's journal, event logs and lock.")
+    state_dir: str = _declare("/var/lib/gemini-hpc", "Directory of the controller's journal, event logs and lock.")
     slurm_user: str = _declare(
         "slurm",
-        "SlurmUser, as whom the controller runs; a user on all hosts.",
+        "SlurmUser. The controller runs as this user, which exists on all hosts.",
     )
     auth: str = _declare(
         "munge",
-        "How agents and controllers authenticate each other, the same on all hosts: "
-        '`"munge"`, or `"key"` ([without MUNGE](#without-munge)).',
+        'Authentication between agents and controllers, the same on all hosts: `"munge"`, or `"key"` '
+        "([without MUNGE](#without-munge)).",
     )
     controller_host: str = _declare(
         "",
-        "Hosts of the controller, as agents dial them: those of all slurmctlds, separated by commas. Empty: no "
+        "Hosts of the controller, as agents dial them: all slurmctld hosts, separated by commas. Empty: no "
         "controller; only Slurm detects dead nodes.",
     )
     controller_port: int = _declare(7321, "TCP port of the controller.", 1, 65535)
-    slurmd_port: int = _declare(6818, "Port of slurmd where Slurm's node record names none.", 1, 65535)
+    slurmd_port: int = _declare(6818, "Port of slurmd if Slurm's node record names none.", 1, 65535)
     agent_port_base: int = _declare(17000, "First TCP port of the agents.", 1, 65519)
-    agent_port_count: int = _declare(4096, "Number of [ports](#ports) from there on.", 16, 65535)
+    agent_port_count: int = _declare(4096, "Number of [ports](#ports) from `agent_port_base` on.", 16, 65535)
     interface: str = _declare(
         "",
-        "Network interface whose IPv4 address agents listen on; all if empty, or without an address. With it "
-        "`report`, and `inspect` without a controller, find agents only at Slurm's address of the node.",
+        "Network interface whose IPv4 address agents listen on. Empty, or an interface without an address: "
+        "all. If set, `report`, and `inspect` without a controller, find agents only at Slurm's address of "
+        "the node.",
     )
     peer_address: str = _declare(
         "{host}",
@@ -70,42 +71,42 @@ class Settings:
     )
     rdma: str | tuple[str, ...] = _declare(
         RDMA_OFF,
-        '[RDMA between agents](#rdma), never run on a device yet: `"off"`; `"auto"`: the first active port; or '
-        'devices in order, such as `["mlx5_0:1"]`. TCP serves where it cannot.',
+        '[RDMA between agents](#rdma), never run on a device yet: `"off"`; `"auto"`: the first active port; '
+        'or devices in order, such as `["mlx5_0:1"]`. Where RDMA fails, agents use TCP.',
     )
     mode: str = _declare(
         ACT,
         '`"act"`: the controller does [all of this](#what-the-controller-does-to-slurm-and-when) to Slurm. '
-        '`"canary"`: only for jobs in `canary_partitions`. `"observe"`: nothing, but it [records and '
-        "scores](first_month.md) what it withholds. Copies are kept in all modes.",
+        '`"canary"`: only for jobs in `canary_partitions`. `"observe"`: nothing; it [records and '
+        "scores](first_month.md) what it withholds. All modes keep copies.",
     )
-    canary_partitions: tuple[str, ...] = _declare((), "Partitions in which `canary` acts.")
+    canary_partitions: tuple[str, ...] = _declare((), 'Partitions in which mode `"canary"` acts.')
     heartbeat_s: float = _declare(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
-    heartbeat_missed: int = _declare(3, "Missed heartbeats after which a peer is suspected and probed.", 1, 1000)
+    heartbeat_missed: int = _declare(3, "Missed heartbeats until a peer is suspected and probed.", 1, 1000)
     attach_timeout_s: float = _declare(
         10.0,
-        "Longest wait of the prolog for the agents of all nodes to agree. Then the job starts unprotected.",
+        "Longest wait of the prolog until the agents of all nodes agree. After it the job starts unprotected.",
         0.1,
         50,
     )
     self_fence_s: float = _declare(
         30.0,
-        "After this time without any peer *and* without the controller, an agent ends its ranks (SIGTERM, 2 s "
-        "later SIGKILL), because the job may run elsewhere. A last search for peers and a call to the controller "
-        "must fail first. It never does so if this is 0, in a job of one node, or at a site without a controller.",
+        "Time without any peer *and* without the controller until an agent ends its ranks (SIGTERM, 2 s "
+        "later SIGKILL): the job may run elsewhere. First a last search for peers and a call to the "
+        "controller must fail. Never: with 0, in a job of one node, or at a site without a controller.",
         0,
         86400,
     )
     strict_prolog: bool = _declare(
         False,
-        "Fail the prolog where no agent can be started; Slurm then drains the node. Not where an agent refuses, or "
-        "where a user prevents the start (processes, ports, signals).",
+        "Fail the prolog if no agent can be started; Slurm then drains the node. The prolog does not fail if "
+        "an agent refuses, or if a user prevents the start (processes, ports, signals).",
     )
-    retention_s: float = _declare(900.0, "How long replicas outlive a job that ended without success.", 0)
+    retention_s: float = _declare(900.0, "Time for which replicas stay after a job's end without success.", 0)
     held_retention_s: float = _declare(
         86400.0,
-        "How long replicas of a held or pending job without a tier stay. Without a controller, or with a tier, "
-        "`retention_s` holds. [Memory pressure](#memory-and-retention) ends it earlier.",
+        "Time for which replicas of a held or pending job stay. With a tier, or without a controller, "
+        "`retention_s` holds. [Memory pressure](#memory-and-retention) shortens it.",
         0,
     )
     memory_fraction: float = _declare(
@@ -114,56 +115,58 @@ class Settings:
         0,
         1,
     )
-    memory_cap_bytes: int = _declare(0, "Limit of them in bytes. 0: use `memory_fraction`.", 0)
+    memory_cap_bytes: int = _declare(0, "Limit of this memory in bytes. 0: `memory_fraction`.", 0)
     agent_cgroup: str = _declare(
         "",
         'Memory cgroup of the agents, from the top of the hierarchy, such as `"/gemini-hpc"`. Empty: '
-        '[chosen](#the-agents-cgroup). `"none"`: agents stay in slurmd\'s.',
+        '[chosen](#the-agents-cgroup). `"none"`: slurmd\'s.',
     )
     memory_floor_bytes: int = _declare(
         256 << 20,
-        "Free memory that reservations leave. With less, a detached agent releases everything.",
+        "Free memory that reservations leave. Below it, a detached agent releases all its memory.",
         0,
     )
     agent_cores: float = _declare(
         0.0,
-        "Cores of one agent on average; above, its training saves [fewer versions](#the-agents-processors). 0: a "
-        "sixteenth of the node's, 0.5 at least.",
+        "Cores that one agent may use on average. Above, its training saves [fewer "
+        "versions](#the-agents-processors). 0: a sixteenth of the node's, 0.5 at least.",
         0,
         100000,
     )
     agent_restarts: int = _declare(
-        5, "Restarts of a dead agent by its supervisor. A life above a minute resets the count.", 0
+        5, "Restarts of a dead agent by its supervisor. A life of over a minute resets the count.", 0
     )
     stalled_s: float = _declare(
         120.0,
-        "`inspect` shows a training as [stalled](training.md#when-something-fails) after so long without a step, "
-        "if far longer than usual. Nothing else follows.",
+        "Time without a step after which `inspect` shows a training as "
+        "[stalled](training.md#when-something-fails), if far longer than usual. Nothing else follows.",
         1,
         86400,
     )
     hang_s: float = _declare(
         480.0,
-        "A training [hangs](training.md#hangs) when one rank keeps the others waiting for so long, and far longer "
-        "than usual. A launcher or `gemini-hpc run` then restarts the step. 0: never. For one job: "
-        "`--gemini-hang=SECONDS` or `off`.",
+        "Time for which one rank keeps the others waiting until the training [hangs](training.md#hangs), if "
+        "far longer than usual. A launcher or `gemini-hpc run` then restarts the step. 0: never. For one "
+        "job: `--gemini-hang=SECONDS` or `off`.",
         0,
         604800,
     )
     fence_confirm_s: float = _declare(
         5.0,
-        "Silence of slurmd *and* agent under the controller's own probes before it acts. An accepted or refused "
-        "connection is an answer.",
+        "Silence of slurmd *and* agent under the controller's own probes until it acts. An accepted or "
+        "refused connection is an answer.",
         0,
     )
     slurm_settle_s: float = _declare(
-        60.0, "No node is fenced until slurmctld has been up, and has answered the controller, for so long.", 0
+        60.0,
+        "Time for which slurmctld must have been up, and have answered the controller, before any node is fenced.",
+        0,
     )
     fence_budget_nodes: int = _declare(
         2, "Nodes that may be fenced in one window; 1 % of the cluster if that is more. 0: none.", 0
     )
     fence_budget_user_nodes: int = _declare(
-        2, "Of these, for jobs of one user; half of the whole budget if that is more.", 0
+        2, "Of these, nodes of one user's jobs; half of the whole budget if that is more.", 0
     )
     fence_budget_window_s: float = _declare(600.0, "Length of that window.", 0)
     alert_program: str = _declare(
@@ -172,13 +175,13 @@ class Settings:
     )
     auto_resume_s: float = _declare(
         0.0,
-        "Resume a fenced node once it has booted and its slurmd has answered for this time (60 is good); at most "
-        "twice a day. 0: never.",
+        "Time for which slurmd on a fenced and booted node must answer before the controller resumes the node "
+        "(60 is good). At most twice a day. 0: never.",
         0,
     )
     recoveries_without_progress: int = _declare(
         5,
-        "Incarnations in a row in which a job lost nodes and sealed no newer version; then it is "
+        "Incarnations in a row that lost nodes and sealed no newer version, until their job is "
         "[held](#what-the-controller-does-to-slurm-and-when). 0: never.",
         0,
         1000,
@@ -186,11 +189,13 @@ class Settings:
     reserve_candidates: int = _declare(2, "Nodes to reserve beside the survivors, beyond one for each dead node.", 0)
     tier: str = _declare(
         "",
-        'Directory of the persistent tier for jobs that name none, such as `"/lustre/{user}/gemini"`; `{user}`, '
-        "the job's owner, must own it. A missing one is made (0700) when a job begins, if its parent exists and "
-        "permits that. Empty: none.",
+        'Directory of the persistent tier for jobs that name none, such as `"/lustre/{user}/gemini"`. '
+        "`{user}`, the job's owner, must own it. A missing one is made (0700) when a job begins, if its "
+        "parent exists and permits that. Empty: none.",
     )
-    tier_interval_s: float = _declare(600.0, "Time between two saves to the tier, in jobs that name none.", 1, 604800)
+    tier_interval_s: float = _declare(
+        600.0, "Time between two saves to the tier, for jobs that name none.", 1, 604800
+    )
     node_losses_per_day: float = _declare(
         0.0075,
         "Losses of a node with its memory, per node and day, for `--gemini-tier-interval=auto`. The default is "
@@ -200,34 +205,34 @@ class Settings:
     )
     tier_bytes_per_s: float = _declare(
         5e8,
-        "Highest rate at which a node writes to the tier (nice 19, idle I/O class). 0: unlimited. Writers bypass "
-        "the page cache where the file system can, but not with `tier_compress`.",
+        "Highest rate at which a node writes to the tier (nice 19, idle I/O class). 0: unlimited. Writers "
+        "bypass the page cache if the file system can, but not with `tier_compress`.",
         0,
         1000000000000.0,
     )
     tier_before_end_s: float = _declare(
         60.0,
-        "Save one more version so long before the time limit, or twice as long as the last save took if that is "
-        "longer. 0: do not.",
+        "Time before the time limit at which one more version is saved; twice the last save's duration if "
+        "that is longer. 0: none is saved.",
         0,
         86400,
     )
     tier_flush_s: float = _declare(
         120.0,
-        "Time, after a job's end without success, to write its last version to the tier before memory is freed. 0: "
-        "none.",
+        "Time to write a job's last version to the tier, after an end without success, before memory is "
+        "freed. 0: none.",
         0,
         86400,
     )
     tier_salvage_s: float = _declare(
         60.0,
-        "Time without the job's return, after a node's loss, until the other nodes save its newest version. 0: "
-        "only before their memory is freed.",
+        "Time from a node's loss, without the job's return, until the other nodes save its newest version. "
+        "0: only before their memory is freed.",
         0,
         86400,
     )
     tier_keep_last: int = _declare(2, "Newest versions of a job to keep on the tier.", 1, 1000000)
-    tier_keep_every: int = _declare(0, "Keep every Nth saved version for good besides. 0: none.", 0)
+    tier_keep_every: int = _declare(0, "Keep every Nth saved version for good, too. 0: none.", 0)
     tier_compress: bool = _declare(False, "Deflate tensors on the tier. Trained weights hardly shrink.")
     operators: tuple[str, ...] = _declare(
         (),
@@ -241,33 +246,32 @@ class Settings:
     )
     failure_domains: str = _declare(
         "",
-        "File of the nodes that [fail together](#failure-domains) and so hold no copies for each other. Empty: "
-        'Slurm\'s `topology.conf`. `"none"`: none is read.',
+        "File of the nodes that [fail together](#failure-domains) and hold no copies for each other. Empty: "
+        'Slurm\'s `topology.conf`. `"none"`: no file.',
     )
     health_check: str = _declare(
         "",
-        "[Program](#health-check) (absolute path) that finds whether a node is healthy. Empty: no node is ever "
-        "drained.",
+        "[Program](#health-check) (absolute path) that tests a node's health. Empty: no node is ever drained.",
     )
     sick_nodes_per_day: int = _declare(
         2,
-        "Nodes that may be drained within a day because root's check found them red. 0: none.",
+        "Nodes that may be drained within a day after root's check found them red. 0: none.",
         0,
     )
     lemon_days: float = _declare(
         30.0,
-        "How long fences and red checks of a node are [remembered](#what-is-remembered). 0: not at all.",
+        "Days for which fences and red checks of a node are [remembered](#what-is-remembered). 0: none.",
         0,
         3650,
     )
     metrics_file: str = _declare(
         "",
-        "File (`*.prom`) for the [figures](#metrics), for node_exporter's textfile collector. Empty: none.",
+        "File (`*.prom`) for the [metrics](#metrics), for node_exporter's textfile collector. Empty: none.",
     )
     metrics_listen: str = _declare(
         "",
-        'Address and port that serve them, such as `"127.0.0.1:9417"`. Whoever connects sees job numbers and user '
-        "names. Empty: none.",
+        'Address and port that serve the metrics, such as `"127.0.0.1:9417"`. Anyone who connects sees job '
+        "numbers and user names. Empty: none.",
     )
     canary_program: str = _declare(
         "",
@@ -276,8 +280,8 @@ class Settings:
     )
     accepted_warnings: tuple[str, ...] = _declare(
         (),
-        '[Checks](#doctor) whose warnings are counted and not shown, such as `["munge.version"]`. What is wrong is '
-        "always shown.",
+        '[Checks](#doctor) whose warnings are counted but not shown, such as `["munge.version"]`. Wrong '
+        "results are always shown.",
     )
     node_max_jobs_guard: bool = _declare(True, "Never fence a node on which a job of another owner runs.")
 
