@@ -40,9 +40,9 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks import gpugraphs, gpuspans
 from benchmarks.gpudevice import Fake, Gpu, Machine
+from benchmarks.gpudigest import PieceDigests, Placed
+from benchmarks.gpudigest import read_digests as device_digests
 from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest
-from gemini_hpc.train.device.digest import PieceDigests, Placed
-from gemini_hpc.train.device.digest import read_digests as device_digests
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.device.interface import Broken, Communicator, Message
 from gemini_hpc.train.device.memory import TensorSlot

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from gemini_hpc.train.device import cuda, digest
+from benchmarks import gpudigest
+from gemini_hpc.train.device import cuda
 from gemini_hpc.train.device.interface import Communicator, Device
 from gemini_hpc.train.device.pins import Pin
 from gemini_hpc.train.device.progress import Device as Progress
@@ -99,7 +100,7 @@ class Gpu:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def undigested(self) -> str:
-        return digest.find_fault(torch.device("cuda", torch.cuda.current_device()))
+        return gpudigest.find_fault(torch.device("cuda", torch.cuda.current_device()))
 
     def beside(self, work: Callable[[], object]) -> None:
         with torch.cuda.stream(self._beside):
@@ -157,8 +158,8 @@ class Fake:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def undigested(self) -> str:
-        digest._load_kernel = lambda: self._kernel
-        return digest.find_fault(torch.device(self.place))
+        gpudigest._load_kernel = lambda: self._kernel
+        return gpudigest.find_fault(torch.device(self.place))
 
     def beside(self, work: Callable[[], object]) -> None:
         work()

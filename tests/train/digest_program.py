@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import xxhash
 
+from benchmarks import gpudigest
 from gemini_hpc.core.digest import PIECE_BYTES
-from gemini_hpc.train.device import digest
 
 from .slot_of import slot_of
 
@@ -38,11 +38,11 @@ def interpret() -> None:
     tensors = [(torch.randn(size) * 50).to(kind) for size, kind in zip(sizes, TYPES, strict=True)]
     tensors += [torch.empty(1_500_000, dtype=torch.uint8).random_(), torch.zeros(3 * PIECE_BYTES // 4)]
     placed, slot = slot_of(12_288, tensors)
-    made = digest.PieceDigests(placed, torch.device("cpu"))
+    made = gpudigest.PieceDigests(placed, torch.device("cpu"))
     assert made.numbers == tuple(range(1, slot.numel() // PIECE_BYTES)) and len(made.numbers) > 12, made.numbers
     pieces = slot.split(PIECE_BYTES)
     right = [xxhash.xxh3_128_digest(pieces[number].numpy()) for number in made.numbers]
-    assert digest.read_digests(made.begin()) == right  # in one launch: each takes half a minute
+    assert gpudigest.read_digests(made.begin()) == right  # in one launch: each takes half a minute
 
 
 def compiled() -> None:
@@ -52,12 +52,12 @@ def compiled() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from gemini_hpc.train.device.digest_kernel import digest_pieces
+    from benchmarks.gpudigest_kernel import digest_pieces
 
     cuobjdump, here = Path(nvidia.__path__[0]) / "bin" / "cuobjdump", Path(tempfile.mkdtemp(dir="."))
     types = dict.fromkeys(("numbers", "first", "ends", "bases", "keys", "out"), "*i64")
     types |= {"count": "i32", "PIECES": "constexpr", "BLOCKS": "constexpr"}
-    sizes = {"PIECES": 16, "BLOCKS": PIECE_BYTES // digest.BLOCK_BYTES}
+    sizes = {"PIECES": 16, "BLOCKS": PIECE_BYTES // gpudigest.BLOCK_BYTES}
     for architecture in (80, 90):
         made = triton.compile(
             ASTSource(digest_pieces, types, sizes),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks.gpudigest import Placed
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
-from gemini_hpc.train.device.digest import Placed
 
 
 def slot_of(start: int, tensors: Sequence[torch.Tensor]) -> tuple[list[Placed], torch.Tensor]:

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import gpudigest
+from benchmarks.gpudigest import PieceDigests, Placed
 from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest
-from gemini_hpc.train.device import digest
-from gemini_hpc.train.device.digest import PieceDigests, Placed
 
 from .fake_kernel import FakeKernel
 from .launch import ROOT
@@ -43,7 +43,7 @@ TYPES = [
 def kernel() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         made = FakeKernel()
-        patch.setattr(digest, "_load_kernel", lambda: made)
+        patch.setattr(gpudigest, "_load_kernel", lambda: made)
         yield made
 
 
@@ -57,7 +57,7 @@ def of_slot(slot: torch.Tensor) -> list[bytes]:
 
 def check(placed: list[Placed], slot: torch.Tensor) -> tuple[int, ...]:
     made, right = PieceDigests(placed, HERE), of_slot(slot)
-    assert digest.read_digests(made.begin()) == [right[number] for number in made.numbers]
+    assert gpudigest.read_digests(made.begin()) == [right[number] for number in made.numbers]
     return made.numbers
 
 
@@ -89,13 +89,13 @@ def test_a_digest_is_of_what_the_tensors_hold_now(kernel: FakeKernel) -> None:
     one, other = torch.zeros(PIECE_BYTES // 4 + 9), torch.zeros(PIECE_BYTES // 4)
     placed, _ = slot_of(4096, [one, other])
     made = PieceDigests(placed, HERE)
-    before = digest.read_digests(made.begin())
+    before = gpudigest.read_digests(made.begin())
     one[-1] = 1.0  # in a block of two tensors
-    assert digest.read_digests(made.begin()) != before
+    assert gpudigest.read_digests(made.begin()) != before
     one[-1] = 0.0
-    assert digest.read_digests(made.begin()) == before
+    assert gpudigest.read_digests(made.begin()) == before
     other[-1] = 1.0  # in the last piece, which is not whole
-    assert made.numbers == (1,) and digest.read_digests(made.begin()) == before
+    assert made.numbers == (1,) and gpudigest.read_digests(made.begin()) == before
 
 
 def test_pieces_of_a_tensor_that_cannot_be_read_in_place_are_left_to_the_agent() -> None:
@@ -135,12 +135,12 @@ def test_without_a_whole_piece_nothing_is_launched(kernel: FakeKernel) -> None:
     before = kernel.launches
     for placed in ([], slot_of(4096, [torch.ones(1000)])[0]):
         made = PieceDigests(placed, HERE)
-        assert made.numbers == () and digest.read_digests(made.begin()) == []
+        assert made.numbers == () and gpudigest.read_digests(made.begin()) == []
     assert kernel.launches == before
 
 
 def test_a_device_is_compared_with_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert digest.find_fault(HERE) == ""
+    assert gpudigest.find_fault(HERE) == ""
 
     class Wrong(FakeKernel):
         def __getitem__(self, grid: tuple[int]) -> Any:
@@ -152,14 +152,14 @@ def test_a_device_is_compared_with_the_processor(monkeypatch: pytest.MonkeyPatch
 
             return wrong
 
-    monkeypatch.setattr(digest, "_load_kernel", Wrong)
-    assert "not those of the processor" in digest.find_fault(HERE)
+    monkeypatch.setattr(gpudigest, "_load_kernel", Wrong)
+    assert "not those of the processor" in gpudigest.find_fault(HERE)
 
     def missing() -> Any:
         raise ModuleNotFoundError("No module named 'triton'")
 
-    monkeypatch.setattr(digest, "_load_kernel", missing)
-    assert digest.find_fault(HERE) == "ModuleNotFoundError: No module named 'triton'"
+    monkeypatch.setattr(gpudigest, "_load_kernel", missing)
+    assert gpudigest.find_fault(HERE) == "ModuleNotFoundError: No module named 'triton'"
 
 
 # Half a minute of work: the interpreter takes every operation by itself.

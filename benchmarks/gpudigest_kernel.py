@@ -1,4 +1,4 @@
-"""The kernel of `digest`, in Triton's language: the only module that imports Triton.
+"""The kernel of `gpudigest`, in Triton's language: the only module that imports Triton.
 
 A row of a tensor is a piece, and its eight columns are the accumulators of XXH3.
 """

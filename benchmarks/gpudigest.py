@@ -177,14 +177,14 @@ def _load_kernel() -> Any:
     Raises:
         ImportError: Triton is not installed.
     """
-    from gemini_hpc.train.device.digest_kernel import digest_pieces
+    from benchmarks.gpudigest_kernel import digest_pieces
 
     return digest_pieces
 
 
 @cache
 def _build_table() -> Any:
-    """Return the kernel's keys: of the 16 stripes of a block, and the rows that `digest_kernel` names."""
+    """Return the kernel's keys: of the 16 stripes of a block, and the rows that `gpudigest_kernel` names."""
     keys = [_SECRET[8 * s : 8 * s + 64] for s in range(16)]
     keys += [_SECRET[at : at + 64] for at in (128, 121, 11, 117)]
     rows = [np.frombuffer(key, "<i8") for key in keys]
