@@ -115,11 +115,10 @@ class StackSession:
         elif session.world > 1 and session.welcome.replicas > 1:
             self._transport = HostTransport(client, session.name, session.rank, session.homes)
         self._me = RankIdentity(session.name, session.rank, session.world, session.node_rank, session.epoch)
+        if session.world > 1 and self._group is None:
+            self._group = collectives.build_own_group()
         if self._transport is not None:
-            self._group = self._transport.group
             self._boxes = self._boxes or {rank: self._transport.build_outbox(rank) for rank in session.outgoing}
-        elif session.world > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo")
         session.state = "protected"
         session.version = session.welcome.chosen_version
         if session.welcome.notice:

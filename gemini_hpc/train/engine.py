@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from gemini_hpc.train.nccl.entry import Exchange, OverNccl
     from gemini_hpc.train.nccl.receiver import Receiver
 
-_CONTROL_TIMEOUT = timedelta(days=1)  # of the group only: each use of the group has a bound of its own
 _ONE_LIVES = (
     "one replica: no copies are sent; what a lost node had is copied from the ranks of the others, but for a failure "
     "while an optimizer steps (--gemini-replicas=2 keeps copies)"
@@ -86,7 +84,9 @@ class SaveEngine:
         max_repeated: int,
     ) -> None:
         self._ranks, self._stateful = ranks, tree.stateful
-        self._control_group: dist.ProcessGroup | None = None  # used if there is no transport
+        # Ours, for the main thread's collectives: in the training's group, a rank that calls another collective would
+        # join one of ours.
+        self._group: dist.ProcessGroup | None = None
         self._session, self._traffic, self._max_repeated = session, traffic, max_repeated
         self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._adopt_plan)
         self.pacer = Pacer(traffic.chunk_bytes or LEAST_CHUNK_BYTES, traffic.buffers)
@@ -105,14 +105,6 @@ class SaveEngine:
         self._listening = False
         session.keepers = self.list_keepers
         session.on_lost.append(self._on_protection_lost)
-
-    @property
-    def _group(self) -> dist.ProcessGroup | None:
-        """Return our own group for the main thread's collectives.
-
-        In the training's group, a rank that calls another collective would join one of ours.
-        """
-        return self.transport.group if self.transport is not None else self._control_group
 
     @property
     def under_way(self) -> bool:
@@ -154,26 +146,25 @@ class SaveEngine:
             self.driver.fail(reason)
 
     def connect(self) -> None:
-        """Create the transport, or connect the existing one to the agent that has welcomed this rank now.
+        """Create our group and the transport, or connect them to the agent that has welcomed this rank now.
 
         Collective, after the ranks have joined.
         """
         session = self._session
         if not session.protected:
             return
-        assert session.client is not None
+        client = session.client
+        assert client is not None
+        if session.world > 1 and self._group is None:
+            self._group = collectives.build_own_group(self._ranks.group)
         if self.transport is not None:
-            self.transport.adopt_client(session.client)
+            self.transport.adopt_client(client)
         elif session.world > 1 and session.welcome.replicas > 1:
-            self.transport = HostTransport(
-                session.client, session.name, session.rank, session.homes, self._ranks.group
-            )
+            self.transport = HostTransport(client, session.name, session.rank, session.homes)
             if self._traffic.transport == "nccl" and session.redundancy.parity:
                 odd = 'transport="nccl" cannot be used with parity: what goes into it travels over host'
                 session.record_finding(odd)
                 session.say_once(odd)
-        elif session.world > 1 and self._control_group is None:
-            self._control_group = collectives.build_own_group(self._ranks.group, _CONTROL_TIMEOUT)
 
     # ---- starting --------------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ def test_over_gloo_only_small_messages_go_against_chunks(monkeypatch: pytest.Mon
         made = lambda group, rank=rank: SimpleNamespace(  # noqa: E731
             rank=lambda: rank, _get_backend=lambda device: Backend(group % 2, rank)
         )
-        monkeypatch.setattr(gloo_links, "build_own_group", lambda within, timeout, made=made: made(next(groups)))
+        monkeypatch.setattr(gloo_links, "build_own_group", lambda within, made=made: made(next(groups)))
         links = GlooLinks()
         box = links.build_outbox(1 - rank)
         assert box.offer(Head(1, 50_000, 50_000, (50_000,)))

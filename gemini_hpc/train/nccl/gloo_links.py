@@ -15,7 +15,6 @@ import os
 import socket
 import stat
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,9 +23,6 @@ import torch.distributed as dist
 from gemini_hpc.train.nccl.messages import REPLIES, MessageInbox, MessageOutbox
 from gemini_hpc.train.state.collectives import build_own_group
 from gemini_hpc.train.transport.base import LinkBroken
-
-# A receive may rightly wait for as long as an iteration takes, and gloo closes the link when a receive times out.
-_FOREVER = timedelta(days=1)
 
 
 def _find_sockets() -> dict[int, int]:
@@ -79,7 +75,7 @@ class GlooLinks:
         """
         self.interrupted = False
         before = _find_sockets()
-        up, down = build_own_group(within, _FOREVER), build_own_group(within, _FOREVER)
+        up, down = build_own_group(within), build_own_group(within)
         self._up: Any = up._get_backend(torch.device("cpu"))
         self._down: Any = down._get_backend(torch.device("cpu"))
         self._rank = up.rank()

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 _CPU = torch.device("cpu")
+# Of our own groups: each use has a bound of its own. A receive may wait for as long as an iteration takes, and gloo
+# closes the link when one times out.
+_FOREVER = timedelta(days=1)
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
@@ -57,7 +60,7 @@ def gather_word(value: int, group: dist.ProcessGroup | None = None) -> list[int]
     return [int(part.item()) for part in parts]
 
 
-def build_own_group(within: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
+def build_own_group(within: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Make a gloo group of our own, of the ranks of a group.
 
     The call is collective over these ranks only, and torch.distributed does not know the new group. `dist.new_group`
@@ -65,7 +68,6 @@ def build_own_group(within: dist.ProcessGroup | None, timeout: timedelta) -> dis
 
     Args:
         within: The group whose ranks take part; None for all ranks.
-        timeout: Timeout of the new group's collectives.
     """
     base = within if within is not None else _get_default_group()
     number = next(_made.setdefault(base, itertools.count()))
@@ -73,7 +75,7 @@ def build_own_group(within: dist.ProcessGroup | None, timeout: timedelta) -> dis
     rank, size, kind = base.rank(), base.size(), dist.ProcessGroup.BackendType.GLOO
     made = dist.ProcessGroup(store, rank, size)
     made._set_default_backend(kind)
-    made._register_backend(_CPU, kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+    made._register_backend(_CPU, kind, dist.ProcessGroupGloo(store, rank, size, _FOREVER))
     return made
 
 

@@ -14,21 +14,17 @@ import select
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 import msgspec
-import torch.distributed as dist
 
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.core import ranges
-from gemini_hpc.train.state.collectives import build_own_group
 from gemini_hpc.train.transport.base import GrantOutbox, Head, LinkBroken, VersionLost
 from gemini_hpc.wire import local
 from gemini_hpc.wire.grant_page import Grant, GrantWriter, Spell
 
 ANSWER_TIMEOUT_S = 15.0  # longer than all timeouts of the agents together: only a hung agent is silent for so long
-_CONTROL_TIMEOUT = timedelta(days=1)  # of the group, practically infinite: its users have timeouts of their own
 
 
 class _Channel:
@@ -170,31 +166,19 @@ class _HostOutbox(GrantOutbox):
 
 
 class HostTransport:
-    """Pushes by this node's agent.
+    """Pushes by this node's agent."""
 
-    The small collectives of the main thread go over a gloo group of our own.
-    """
-
-    def __init__(
-        self,
-        client: AgentClient,
-        training_name: str,
-        rank: int,
-        homes: Sequence[int],
-        within: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Connect this rank. The call is collective over the training's ranks (those of `within`).
+    def __init__(self, client: AgentClient, training_name: str, rank: int, homes: Sequence[int]) -> None:
+        """Create the transport of one rank, without links.
 
         Args:
             client: The connection to this node's agent.
             training_name: Name of the training.
             rank: This training rank.
             homes: Node rank of each training rank.
-            within: Process group of the training's ranks; None for all ranks.
         """
         self._client, self._training_name, self._me, self._homes = client, training_name, rank, homes
         self._boxes: list[_HostOutbox] = []
-        self.group = build_own_group(within, _CONTROL_TIMEOUT)
         self.interrupted = False
 
     def adopt_client(self, client: AgentClient) -> None:
