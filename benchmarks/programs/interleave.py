@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
 
 import gemini_hpc as gemini
-from gemini_hpc.train.schedule.pacer import Scheme
+from gemini_hpc.train.schedule.traffic import Scheme
 
 TOKENS, VOCABULARY = 8, 512
 PROBE_BYTES, PROBE_CHUNK_BYTES = 24 << 20, 2 << 20

@@ -31,7 +31,7 @@ import gemini_hpc as gemini
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from gemini_hpc.train.schedule.pacer import Scheme
+    from gemini_hpc.train.schedule.traffic import Scheme
 
 CHUNK_BYTES = 8 << 20
 FILE_BYTES = 16 << 20

@@ -24,10 +24,6 @@ class MpiRanks:
         self._comm.Allgather(data.ljust(most, b"\x00"), gathered)
         return [bytes(gathered[i * most : i * most + size]) for i, size in enumerate(sizes)]
 
-    def is_true_on_all(self, value: bool) -> bool:
-        """Return whether `value` is true on all ranks."""
-        return all(word == b"1" for word in self.gather_data(b"1" if value else b"0"))
-
     def find_first_text(self, text: str) -> str:
         """Return the text of the lowest rank that has a non-empty one, or ""."""
         return next((word.decode() for word in self.gather_data(text.encode()) if word), "")

@@ -26,8 +26,7 @@ from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.optimizer_gate import OptimizerGate, Times
 from gemini_hpc.train.restorer import Restorer
-from gemini_hpc.train.schedule.pacer import Scheme
-from gemini_hpc.train.schedule.traffic import Traffic, check_scheme
+from gemini_hpc.train.schedule.traffic import Scheme, Traffic, check_scheme
 from gemini_hpc.train.state import ownership
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError

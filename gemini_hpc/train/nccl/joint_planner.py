@@ -17,10 +17,9 @@ from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
-from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.schedule.planner import Planner
 from gemini_hpc.train.schedule.stats_reporter import CachedProfile
-from gemini_hpc.train.schedule.traffic import Traffic
+from gemini_hpc.train.schedule.traffic import Scheme, Traffic
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):

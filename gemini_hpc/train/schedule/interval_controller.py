@@ -55,11 +55,11 @@ from gemini_hpc.train.schedule.overhead_monitor import (
     subtract_capture,
     subtract_wait,
 )
-from gemini_hpc.train.schedule.pacer import Pacer, Scheme
+from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
 from gemini_hpc.train.schedule.replanning import Replanning
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
-from gemini_hpc.train.schedule.traffic import Traffic
+from gemini_hpc.train.schedule.traffic import Scheme, Traffic
 from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.wire.traffic import TrafficState
 

@@ -7,8 +7,9 @@ that is launched within a window ends the grant.
 
 A link that announces the sizes of its chunks asks before each chunk instead (`wait_for_turn`).
 
-Where the training computes on a device, its host runs ahead, and the device's position counts (`Traffic.find_place`).
-A training that waits at the optimizer therefore counts as waiting only once its device has arrived there.
+Where the training computes on a device, its host runs ahead, and the device's position counts
+(`CollectiveMonitor.find_place`). A training that waits at the optimizer therefore counts as waiting only once its
+device has arrived there.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from statistics import median_low
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 from gemini_hpc import clock
 from gemini_hpc.core.chunks import cut_chunks
-from gemini_hpc.train.device.progress import Place
 from gemini_hpc.train.schedule.chunk_schedule import Timetable
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
-from gemini_hpc.wire.grant_page import Grant, Spell
+from gemini_hpc.train.transport.base import GrantOutbox
+from gemini_hpc.wire.grant_page import Grant
 
-Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemini"]
-SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pipeline", "gemini")
 PROBE_BYTES = 4096  # first grant of a version without a timetable: it measures the link's startup time
 # A grant has at least LEAST_BYTES, or a chunk's bytes / _LEAST_SHARE if that is more: each costs some 0.3 ms of
 # processors at both ends.
@@ -41,66 +41,6 @@ _ANY_RATE = 1e15  # bytes a second: where no link is known, only a grant's end l
 # so that an iteration with a pause in it is not taken as usual.
 _PAUSE_S, _FIRST_PAUSE_S, _LENGTHS = 1.0, 5.0, 8
 _JOURNAL, _COPIES = 4096, 64
-
-
-class Traffic(Protocol):
-    """The pacer's view of the training's collectives in the current iteration."""
-
-    @property
-    def launched(self) -> int:
-        """Return the number of collectives launched so far."""
-
-    def count_in_flight(self) -> int:
-        """Return the number of collectives launched and not completed."""
-
-    def find_place(self) -> Place | None:
-        """Return the device's position, to which the other answers then refer; None where the host computes."""
-
-    def find_quiet_start(self) -> float:
-        """Return when the last collective completed, or the iteration began (CLOCK_MONOTONIC, seconds)."""
-
-    def wait_span(self, after: int, timeout_s: float) -> bool:
-        """Wait until `after` collectives of this iteration were launched and none is in flight.
-
-        Return False on timeout or after `wake`.
-        """
-
-    def wait_launch(self, after: int, timeout_s: float) -> bool:
-        """Wait until more than `after` collectives of this iteration were launched.
-
-        Return False on timeout or after `wake`, which the next iteration calls.
-        """
-
-    def wake(self) -> None:
-        """Interrupt `wait_span`, so that its caller checks again."""
-
-
-class Flow(Protocol):
-    """The pacer's view of a link on which it grants bytes, see `transport.base.GrantOutbox`."""
-
-    def grant(self, grant: Grant) -> None:
-        """Replace the grant."""
-
-    def withdraw(self) -> None:
-        """End the grant."""
-
-    def check(self) -> None:
-        """Check that the version is not lost."""
-
-    @property
-    def sent(self) -> int:
-        """Return how many bytes of the version have been sent."""
-
-    @property
-    def arrived(self) -> int:
-        """Return how many bytes of the version have arrived."""
-
-    @property
-    def moved_at(self) -> float:
-        """Return when a byte was last sent or acknowledged."""
-
-    def read_spells(self) -> list[Spell]:
-        """Return the times in which bytes were in flight, since the last call."""
 
 
 class Sent(NamedTuple):
@@ -150,7 +90,7 @@ class Pacer:
 
     def __init__(self, chunk_bytes: int, p: int, *, clock: Callable[[], float] = clock.monotonic) -> None:
         self.chunk_bytes, self.p, self._clock = chunk_bytes, p, clock
-        self.traffic: Traffic | None = None
+        self.traffic: CollectiveMonitor | None = None
         self.timetable: Timetable | None = None
         self.deferred = False  # without a timetable: all chunks wait for `hurry` (profiling)
         self.unscheduled = False  # all chunks go at once, beside the training's traffic
@@ -170,7 +110,7 @@ class Pacer:
         self._hurry = threading.Event()
         self._asked = False  # the host of the training waits for the version; its device may arrive much later
         self._ending = False
-        self._flow: Flow | None = None  # the link on which bytes go now
+        self._flow: GrantOutbox | None = None  # the link on which bytes go now
         self._beside = False  # the training has traffic beside the bytes that go now
         self._crowded = False  # the sending thread waits for the next acknowledgement
         self._table: Timetable | None = None
@@ -290,7 +230,7 @@ class Pacer:
         sizes += [length for _, length in cut_chunks(left, self.chunk_bytes)]
         return tuple(sizes)
 
-    def deliver(self, replica: int, total: int, flow: Flow) -> None:
+    def deliver(self, replica: int, total: int, flow: GrantOutbox) -> None:
         """Grant the bytes of a version in its windows, until only bytes are left that may go at once.
 
         Args:
@@ -323,14 +263,14 @@ class Pacer:
         if flow is not None:
             self._record(replica, flow)
 
-    def _record(self, replica: int, flow: Flow) -> None:
+    def _record(self, replica: int, flow: GrantOutbox) -> None:
         for size, sent_at, acked_at in flow.read_spells():
             self.meter.record_spell(size, acked_at - sent_at, beside=self._beside)
             self.journal.append(Sent(self._version, replica, size, sent_at, acked_at, self._hurry.is_set()))
         if flow.arrived == flow.sent:
             self._beside = self.unscheduled
 
-    def _wait_for_window(self, replica: int, at: int, left: int, flow: Flow) -> _Wait | None:
+    def _wait_for_window(self, replica: int, at: int, left: int, flow: GrantOutbox) -> _Wait | None:
         """Wait until bytes may go. Return how many and until when; None if the version is due."""
         most = left if self.p > 1 else min(left, self.chunk_bytes)
         if self._table is None and not at:
@@ -347,7 +287,7 @@ class Pacer:
                 self.traffic.wait_span(wait.after, _SOON_S if self._asked else _SPAN_S)
         return None
 
-    def _wait_granted(self, wait: _Wait, flow: Flow, until: int, total: int) -> None:
+    def _wait_granted(self, wait: _Wait, flow: GrantOutbox, until: int, total: int) -> None:
         """Wait until the bytes of a grant have arrived, or may go no longer. The last ones only have to be sent."""
         traffic, number, late_s = self.traffic, self._now, 0.0
         while not self._is_due() and self._now == number:
@@ -415,7 +355,7 @@ class Pacer:
             _PAUSE_S, patience_s
         )
 
-    def _find_place(self, traffic: Traffic) -> tuple[tuple[int, int, bool], float]:
+    def _find_place(self, traffic: CollectiveMonitor) -> tuple[tuple[int, int, bool], float]:
         """Return the training's position, and when it passed the gate.
 
         The position is (iterations since the version's step(), collectives launched in this one, whether past the

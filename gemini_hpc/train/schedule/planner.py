@@ -14,9 +14,8 @@ from gemini_hpc.core.schedule import compute_transfer_s
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.schedule.chunk_schedule import PAUSE_SHARES, Route, cut_beginnings, find_common_windows
 from gemini_hpc.train.schedule.link_model import LinkMeter
-from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.schedule.stats_reporter import CachedProfile
-from gemini_hpc.train.schedule.traffic import Traffic
+from gemini_hpc.train.schedule.traffic import Scheme, Traffic
 
 BLOB_BYTES = 16384
 _KEPT_SPANS = 384

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gemini_hpc.train.schedule.pacer import SCHEMES, Scheme
-
 Kind = Literal["auto", "host", "nccl"]
+Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemini"]
 
 # Size of a chunk over NCCL unless the user sets one. It cannot follow the link: the buffers are made before.
 DEVICE_CHUNK_BYTES = 8 << 20
@@ -69,5 +68,5 @@ def check_scheme(scheme: str) -> None:
     Raises:
         ValueError: If the scheme is unknown.
     """
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme is {scheme!r}: wanted one of {', '.join(SCHEMES)}")
+    if scheme not in get_args(Scheme):
+        raise ValueError(f"scheme is {scheme!r}: wanted one of {', '.join(get_args(Scheme))}")
