@@ -22,18 +22,17 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import RankSession
+from gemini_hpc.client.slot_requests import SlotRequests
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import ShardManifest
 from gemini_hpc.format.slot_header import PAGE_BYTES, Header, SlotLayout, pack_header
-from gemini_hpc.train.device.memory import TensorShardOwner, map_copy
-from gemini_hpc.train.replication.registration import RankIdentity, register
+from gemini_hpc.train.device.memory import TensorShardOwner, map_copy, register
 from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.state import collectives
 from gemini_hpc.train.state.restore import SavedShard
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox
 from gemini_hpc.train.transport.host import HostTransport
-from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
 NOTE = ".note"  # key of a row with a few bytes that all ranks need
@@ -114,7 +113,7 @@ class StackSession:
             self._transport.adopt_client(client)
         elif session.world > 1 and session.welcome.replicas > 1:
             self._transport = HostTransport(client, session.name, session.rank, session.homes)
-        self._me = RankIdentity(session.name, session.rank, session.world, session.node_rank, session.epoch)
+        self._slots = SlotRequests(session, session.rank)
         if session.world > 1 and self._group is None:
             self._group = collectives.build_own_group()
         if self._transport is not None:
@@ -218,7 +217,8 @@ class StackSession:
             layout = self._run_on_all(lambda: self._fill(part, packed, least, begun))
             self._run_on_all(lambda: self._spread(begun[0], layout))
         except BaseException:
-            self._abort(begun)
+            for index in begun:
+                self._slots.abort(self._session.version, index)
             raise
         self.saved_since = True
 
@@ -243,13 +243,13 @@ class StackSession:
         Raises:
             AgentLost, AgentRefused: The agent does not provide the memory.
         """
-        client, identity = self._session.require_agent(), self._me
-        own = register(client, identity, self._session.rank, self._session.node_rank, totals[self._session.rank])
+        session = self._session
+        own = register(session, session.rank, totals[session.rank])
         try:
             own.populate()
-            for rank in self._session.incoming:
-                keeper = Reserved(identity, client, rank, self._session.homes[rank], self._session.gate)
-                keeper.start(register(client, identity, rank, self._session.homes[rank], totals[rank], pushed=True))
+            for rank in session.incoming:
+                keeper = Reserved(session, rank)
+                keeper.start(register(session, rank, totals[rank], pushed=True))
                 self._reserved.append(keeper)
         except BaseException:
             own.close()
@@ -263,33 +263,24 @@ class StackSession:
         Raises:
             AgentLost, AgentRefused: The agent does not provide a slot. Errors of `store` are raised too.
         """
-        client, shard = self._session.require_agent(), self._own.shard
+        session, shard = self._session, self._own.shard
+        session.require_agent()
         self._catch_up()
         assert shard is not None
         if least.total > shard.total_bytes:
-            shard = register(
-                client, self._me, self._session.rank, self._session.node_rank, _compute_slot_size(least.total)
-            )
+            shard = register(session, session.rank, _compute_slot_size(least.total))
             shard.populate()
             self._own.outgrow(shard)
         layout = SlotLayout.plan(least.manifest_bytes, least.tensor_bytes, shard.total_bytes - least.small_offset)
-        reply, _ = client.request(
-            local.BeginVersion(training=self._session.name, rank=self._session.rank, version=self._session.version)
-        )
-        if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
-            raise AgentRefused(reply.reason if isinstance(reply, local.Refused) else str(reply))
-        begun.append(reply.slot)
-        self._own.release(self._session.gate.sealed)
-        slot = shard.slots[reply.slot]
+        index = self._slots.begin(session.version)
+        begun.append(index)
+        self._own.release(session.gate.sealed)
+        slot = shard.slots[index]
         slot.content = Content()
         slot.put(layout.manifest_offset, packed)
         with torch.no_grad():
             part.store(slot.bytes[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
-        stamp = Stamp(self._session.epoch, self._session.version)
-        slot.put(
-            0,
-            pack_header(layout, 0, stamp, self._session.rank, self._session.world),
-        )
+        slot.put(0, pack_header(layout, 0, Stamp(session.epoch, session.version), session.rank, session.world))
         return layout
 
     def _catch_up(self) -> None:
@@ -308,33 +299,13 @@ class StackSession:
             AgentLost, AgentRefused, LinkBroken: The version cannot be sent or reported.
         """
         assert self._own.shard is not None
-        client, slot, used = self._session.require_agent(), self._own.shard.slots[index], layout.small_offset
+        session, slot, used = self._session, self._own.shard.slots[index], layout.small_offset
         for rank, box in self._boxes.items():
-            if not box.offer(Head(self._session.version, used, layout.total)):
+            if not box.offer(Head(session.version, used, layout.total)):
                 raise AgentRefused(f"the node of rank {rank} could not take the version")
             box.finish("")
-        slot.content = Content(self._session.epoch, self._session.version, used)  # no digest: the record will have it
-        client.request(
-            local.Landed(
-                training=self._session.name,
-                rank=self._session.rank,
-                version=self._session.version,
-                slot=index,
-                used=used,
-            )
-        )
-
-    def _abort(self, begun: list[int]) -> None:
-        for index in begun:
-            with suppress(AgentLost, AgentRefused):  # a lost agent has voided the slot itself
-                self._session.require_agent().request(
-                    local.Abort(
-                        training=self._session.name,
-                        rank=self._session.rank,
-                        version=self._session.version,
-                        slot=index,
-                    )
-                )
+        slot.content = Content(session.epoch, session.version, used)  # no digest: the record will have it
+        self._slots.report_landed(session.version, index, used)
 
     # ---- loading ---------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, ShardOwner
 from gemini_hpc.client.session import RankSession
+from gemini_hpc.client.slot_requests import SlotRequests
 from gemini_hpc.client.summary_sender import SummarySender
 from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.seal_latency import VersionTimes
@@ -29,7 +30,6 @@ from gemini_hpc.mpi.interval import SaveInterval
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
-REGISTER_TIMEOUT_S = 120.0  # the agent reserves memory page by page: tens of gigabytes for each rank
 _CHUNK_BYTES = 1 << 20
 _ROUNDS = 3  # rounds in which the ranks try to load the agents' chosen version
 
@@ -88,6 +88,7 @@ class Checkpointer:
         self._last = 0  # the newest version
         self._resumed = self._closed = False
         self._kept: dict[int, ShardOwner[MappedShard[MappedSlot]]] = {}  # by rank, this rank first
+        self._slots: dict[int, SlotRequests] = {}  # of the same ranks
         self._exchange: Exchange | None = None
         self._summaries: SummarySender | None = None
         self._begun: dict[int, int] = {}  # slots being filled, by rank
@@ -331,13 +332,10 @@ class Checkpointer:
         return True
 
     def _register_shard(self, rank: int, total_bytes: int) -> MappedShard[MappedSlot]:
-        session, home = self._session, self._session.homes[rank]
-        assert session.client is not None
-        message = local.Register(training=session.name, rank=rank, world=self._world, home=home, bytes=total_bytes)
-        reply, fds = session.client.request(message, timeout_s=REGISTER_TIMEOUT_S)
-        if not isinstance(reply, local.Slots) or reply.bytes != total_bytes:
-            raise AgentRefused(f"the agent answered a registration of {total_bytes} bytes with {reply}")
-        shard = MappedShard(rank, self._world, home, total_bytes, fds, MappedSlot)
+        session = self._session
+        self._slots[rank] = SlotRequests(session, rank)
+        _, fds = self._slots[rank].register(total_bytes)
+        shard = MappedShard(rank, self._world, session.homes[rank], total_bytes, fds, MappedSlot)
         shard.populate()
         return shard
 
@@ -348,30 +346,20 @@ class Checkpointer:
 
     def _begin_slots(self) -> dict[int, int]:
         """Return slots for this version of all shards kept here, or none if any slot is refused."""
-        session = self._session
-        assert session.client is not None
         if self._lost:
             return {}
         begun: dict[int, int] = {}
         for rank in self._kept:
             try:
-                message = local.BeginVersion(training=session.name, rank=rank, version=session.version)
-                reply, _ = session.client.request(message)
+                begun[rank] = self._slots[rank].begin(self._session.version)
             except (AgentLost, AgentRefused):
-                reply = local.Error("")
-            if not isinstance(reply, local.Begun):
                 self._abort(begun)
                 return {}
-            begun[rank] = reply.slot
         return begun
 
     def _abort(self, begun: Mapping[int, int]) -> None:
-        session = self._session
-        assert session.client is not None
         for rank, index in begun.items():
-            with suppress(AgentLost, AgentRefused):
-                message = local.Abort(training=session.name, rank=rank, version=session.version, slot=index)
-                session.client.request(message)
+            self._slots[rank].abort(self._session.version, index)
 
     def _save(self, begun: dict[int, int]) -> None:
         """Store the arrays and start the exchange, once all ranks have slots for this version."""
@@ -408,15 +396,10 @@ class Checkpointer:
 
     def _report_landed(self, rank: int, index: int, digest: str) -> bool:
         """Return whether the agent takes this version, with this digest; "": the agent makes it."""
-        session, used = self._session, self._used[rank]
-        assert session.client is not None
-        slot = self._get_shard(rank).slots[index]
-        slot.content = Content(session.epoch, self._last, used, digest)
-        message = local.Landed(
-            training=session.name, rank=rank, version=self._last, slot=index, used=used, digest=digest
-        )
+        used = self._used[rank]
+        self._get_shard(rank).slots[index].content = Content(self._session.epoch, self._last, used, digest)
         try:
-            session.client.request(message)
+            self._slots[rank].report_landed(self._last, index, used, digest)
         except (AgentLost, AgentRefused):
             return False
         return True

@@ -20,11 +20,10 @@ from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
 from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, parse_header
 from gemini_hpc.node import priority
 from gemini_hpc.train.device import pins, streams
-from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot
+from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot, register
 from gemini_hpc.train.device.pins import Pins
 from gemini_hpc.train.planning import FirstPlan, Join, Planning
 from gemini_hpc.train.replication.parity import StripeParity
-from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.replication.rescuer import Frozen, Rescuer
@@ -174,25 +173,19 @@ class SaveEngine:
         Do not call it while another thread is inside a collective.
         """
         session, plan, transport = self._session, first.plan, self.transport
-        assert session.client is not None
-        identity = RankIdentity(session.name, session.rank, session.world, session.node_rank, session.epoch)
         replicates: Callable[..., Replicator] = Replicator
         outboxes: Mapping[int, Outbox] = {}
         if (over := self._over) is not None:
-            self.driver = over.drive(self._traffic, identity, plan.capture, self.pacer)
+            self.driver = over.drive(self._traffic, plan.capture, self.pacer)
             replicates, outboxes = over.replicator, over.build_outboxes()
         elif transport is not None:
             outboxes = {rank: transport.build_outbox(rank) for rank in session.outgoing}
         self.replicator = replicates(
-            identity,
-            session.client,
+            session,
             plan,
             dict(outboxes),
-            session.gate,
             self.pacer,
             max_repeated=self._max_repeated,
-            say=session.record_incident,
-            broken=session.end_protection,
             catch_up=self._map_larger_slots,
             pins=self._create_pins(plan) if self.driver is None else None,
         )
@@ -200,29 +193,16 @@ class SaveEngine:
             self.planning.allow_replanning(first.gathered, plan.alone)
         self.controller = self._create_controller(plan, self.replicator)
         if session.redundancy.parity:
-            blocks, others = session.redundancy.parity, session.targets[identity.rank]
-            self._parity = StripeParity(
-                identity, session.client, others, session.homes, blocks, lambda: session.version
-            )
+            self._parity = StripeParity(session)
             session.on_rejoin.append(self._parity.register_anew)
         elif over is not None:
-            self.receivers = [*over.build_receivers(identity)]
+            self.receivers = [*over.build_receivers()]
         elif transport is not None:
-            reserved = [
-                Reserved(identity, session.client, rank, session.homes[rank], session.gate)
-                for rank in session.incoming
-            ]
+            reserved = [Reserved(session, rank) for rank in session.incoming]
             self.receivers = [*reserved]
-            self.replicator.adopt_replicas(
-                [
-                    Replica(session.name, session.client, one, session.epoch, self._record_difference)
-                    for one in reserved
-                ]
-            )
+            self.replicator.adopt_replicas([Replica(session, one, self._record_difference) for one in reserved])
         if plan.live and self.frozen is not None and self.driver is None:
-            self._rescuer = Rescuer(
-                identity, session.client, self.frozen, self._hurry_copy, self._get_own_and_capture
-            )
+            self._rescuer = Rescuer(session, self.frozen, self._hurry_copy, self._get_own_and_capture)
         self._report_live_nodes(plan)
         if session.welcome.replicas == 1 and len(set(session.homes)) > 1:
             session.say_once(_ONE_LIVES if self._rescuer is not None else _ONE_ALONE)
@@ -230,7 +210,7 @@ class SaveEngine:
             keepers = {r.rank: r for r in self.receivers}
             self.driver.open({session.rank: self.replicator, **keepers})
         self._arming = threading.Thread(
-            target=self._reserve, args=(identity, plan.layout.total, first.totals), name="gemini-arming", daemon=True
+            target=self._reserve, args=(plan.layout.total, first.totals), name="gemini-arming", daemon=True
         )
         self._arming.start()
 
@@ -352,13 +332,13 @@ class SaveEngine:
 
     # ---- memory ----------------------------------------------------------------------------------------
 
-    def _reserve(self, identity: RankIdentity, own_bytes: int, totals: list[int]) -> None:
+    def _reserve(self, own_bytes: int, totals: list[int]) -> None:
         """Reserve and map the memory of all shards that this rank fills. Runs in the background.
 
         The slots that no version fills at first are mapped last, when the training is protected already.
         """
         session = self._session
-        assert session.client is not None and self.replicator is not None
+        assert self.replicator is not None
         on_device = self.planning.capture is not None and self.planning.capture.on_device
         mappings, later = SlotMappings(), list[TensorSlot]()
 
@@ -373,15 +353,14 @@ class SaveEngine:
 
         try:
             try:
-                shards = [add(register(session.client, identity, identity.rank, identity.node_rank, own_bytes))]
+                shards = [add(register(session, session.rank, own_bytes))]
                 if self._parity is not None:
                     self._parity.reserve(totals)
                 for receiver in self.receivers:
                     if session.ending:
                         return
                     rank, pushed = receiver.rank, isinstance(receiver, Reserved)
-                    shard = register(session.client, identity, rank, session.homes[rank], totals[rank], pushed=pushed)
-                    shards.append(add(shard))
+                    shards.append(add(register(session, rank, totals[rank], pushed=pushed)))
             finally:
                 mappings.wait()
             if session.ending:

@@ -16,15 +16,13 @@ from gemini_hpc.core.slots import Refused, SlotPair, Stamp
 from gemini_hpc.format.slot_header import SlotLayout
 from gemini_hpc.train.device.memory import TensorShardOwner
 from gemini_hpc.train.nccl.driver import Carried
+from gemini_hpc.train.nccl.receiver import Receiver
 from gemini_hpc.train.nccl.slot_prefetch import SlotPrefetch
-from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
-from gemini_hpc.train.replication.registration import RankIdentity
+from gemini_hpc.train.nccl.streamed_replicator import StreamedReplicator
 from gemini_hpc.train.replication.replicator import Counters
 from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.transport.base import Head
 from gemini_hpc.wire import local
-
-ME = RankIdentity("default", 0, 2, 0, 1)
 
 
 class Buffer:
@@ -72,9 +70,10 @@ class Agent:
 def opened(agent: Agent, keeper: TensorShardOwner) -> Iterator[SlotPrefetch]:
     gate = SimpleNamespace(degraded=False, sealed=(1, 11))
     pin = SimpleNamespace(release=lambda: None)
-    desk = SlotPrefetch(
-        ME, cast(Any, agent), cast(Any, gate), lambda _: (0, 8), lambda _: cast(Any, pin), pytest.fail
+    session: Any = SimpleNamespace(
+        name="default", rank=0, world=2, homes=[0, 1], epoch=1, gate=gate, require_agent=lambda: agent
     )
+    desk = SlotPrefetch(session, lambda _: (0, 8), lambda _: cast(Any, pin), pytest.fail)
     desk.open({0: keeper})
     try:
         yield desk
@@ -154,7 +153,7 @@ def test_a_version_whose_slot_has_been_outgrown_is_skipped_and_ends_nothing() ->
     replicator.shard = memory()
     parts: Any = replicator
     parts._layout, parts._driver = SlotLayout.plan(64, 64, 1 << 20), SimpleNamespace(wait_until_filled=lambda _: True)
-    parts._say = lambda *words: said.append(words)
+    parts._session = SimpleNamespace(record_incident=lambda *words: said.append(words))
     job = CaptureJob(13, b"x" * 4096, [], cast(Any, None), [], None)
     slot = memory().slots[0]
     replicator._finish(job, Carried(job, cast(Any, SimpleNamespace(slot=slot, index=0)), cast(Any, None)))
@@ -164,7 +163,7 @@ def test_a_version_whose_slot_has_been_outgrown_is_skipped_and_ends_nothing() ->
 def test_a_holder_makes_larger_slots_when_it_hears_of_them_and_takes_nothing() -> None:
     answers: list[bool] = []
     asked: list[int] = []
-    receiver = StreamedReceiver.__new__(StreamedReceiver)
+    receiver = Receiver.__new__(Receiver)
     receiver.rank = 1
     parts: Any = receiver
     parts.shard = SimpleNamespace(total_bytes=64)

@@ -38,14 +38,13 @@ class Reserving:
         self.other: Callable[[], None] = lambda: None
         own = SimpleNamespace(pushed=False, slots=self.slots, list_slots_by_age=lambda: self.slots)
         session = SimpleNamespace(
-            client=object(),
+            rank=0,
             ending=False,
-            homes=[0, 1],
             end_protection=self.lost.append,
             verdict=SimpleNamespace(record_prepared=lambda: self.log.append("prepared")),
         )
 
-        def register(client: Any, me: Any, rank: int, home: int, size: int, *, pushed: bool = False) -> Any:
+        def register(session: Any, rank: int, size: int, *, pushed: bool = False) -> Any:
             if rank == 0:
                 return own
             self.other()
@@ -70,8 +69,7 @@ class Reserving:
         )
 
     def run(self) -> None:
-        me = cast(Any, SimpleNamespace(rank=0, node_rank=0))
-        SaveEngine._reserve(cast(Any, self._engine), me, 1 << 20, [1 << 20, 1 << 20])
+        SaveEngine._reserve(cast(Any, self._engine), 1 << 20, [1 << 20, 1 << 20])
 
 
 def test_own_memory_is_mapped_while_the_agent_takes_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 from gemini_hpc.client.agent_connection import AgentLost
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.format.slot_header import SlotLayout
-from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.state.capture import Bound, CaptureJob
@@ -233,18 +233,19 @@ def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Sc
     told: list[str] = []
     silent: Any = Silent()
     boxes: Any = {1: Holder(gone)}
-    replicator = Replicator(
-        RankIdentity("default", 0, 2, 0, 3),
-        silent,
-        Plan(silent, b"", SlotLayout.plan(0, 0, 0), frozenset(), 0, {}),
-        boxes,
-        scene.gate,
-        Pacer(1 << 20, 4),
-        max_repeated=1,
-        say=lambda name, version, reason: told.append(name),
-        broken=told.append,
-        catch_up=lambda: None,
+    session: Any = SimpleNamespace(
+        name="default",
+        rank=0,
+        world=2,
+        homes=[0, 1],
+        epoch=3,
+        gate=scene.gate,
+        require_agent=lambda: silent,
+        record_incident=lambda name, version, reason: told.append(name),
+        end_protection=told.append,
     )
+    plan = Plan(silent, b"", SlotLayout.plan(0, 0, 0), frozenset(), 0, {})
+    replicator = Replicator(session, plan, boxes, Pacer(1 << 20, 4), max_repeated=1, catch_up=lambda: None)
     job = CaptureJob(7, b"", [], Bound([]), [], None)
     replicator._commit(job, 0, silent, 0.0)
     assert replicator.stop(5.0)

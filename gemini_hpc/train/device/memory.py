@@ -8,6 +8,8 @@ import os
 import torch
 
 from gemini_hpc.client import mapped_slots
+from gemini_hpc.client.session import RankSession
+from gemini_hpc.client.slot_requests import SlotRequests
 
 
 class TensorSlot(mapped_slots.MappedSlot):
@@ -33,6 +35,17 @@ class TensorShard(mapped_slots.MappedShard[TensorSlot]):
 
 class TensorShardOwner(mapped_slots.ShardOwner[TensorShard]):
     """The owner of the shard that one thread of the training fills."""
+
+
+def register(session: RankSession, rank: int, total_bytes: int, *, pushed: bool = False) -> TensorShard:
+    """Have the agent take the memory of a rank's shard, and map it; see `SlotRequests.register`.
+
+    Raises:
+        AgentLost: The agent is gone.
+        AgentRefused: The agent refuses, or answers with other slots than those wanted.
+    """
+    slot_bytes, fds = SlotRequests(session, rank).register(total_bytes, pushed=pushed)
+    return TensorShard(rank, session.world, session.homes[rank], slot_bytes, fds, pushed=pushed)
 
 
 def map_copy(fd: int, total_bytes: int) -> torch.Tensor:

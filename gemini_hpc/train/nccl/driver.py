@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent_connection import AgentClient
-from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.device.memory import TensorShardOwner
@@ -34,7 +33,6 @@ from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.nccl.slot_prefetch import Grant, SlotPrefetch
 from gemini_hpc.train.nccl.source import Piece, Tensors
-from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
@@ -45,6 +43,7 @@ from gemini_hpc.train.state.capture import Capture, CaptureJob
 _WORDS = 5
 _RATES = 8
 _LOOK_S = 0.001  # short beside the operations, of milliseconds
+QUIET_S = 2.0  # longest wait of a version that does not go over NCCL until the device has left its slots
 _STOP_S = 2.0  # the thread's longest poll, many times over
 
 
@@ -80,44 +79,35 @@ class Driver:
         self,
         joined: Joined,
         traffic: Traffic,
-        identity: RankIdentity,
-        client: AgentClient,
+        session: RankSession,
         capture: Capture,
-        gate: SealGate,
         pacer: Pacer,
-        say: Callable[[str], None],
-        broken: Callable[[str], None],
     ) -> None:
         """Create a driver for a rank that has joined the communicator.
 
         Args:
             joined: The rank's end of the communicator.
             traffic: The user's settings.
-            identity: The rank's identity.
-            client: Connection to the agent.
+            session: The rank's session with its agent.
             capture: Captures of the training's state.
-            gate: Waits for seals.
             pacer: Pacer of the sending thread.
-            say: Prints a line for the user.
-            broken: Called where this rank's shards can no longer be protected at all, with the reason.
         """
-        self._joined, self._traffic, self._me = joined, traffic, identity
-        self._capture, self._gate, self._pacer = capture, gate, pacer
-        self._say, self._broken = say, broken
+        self._joined, self._traffic, self._session = joined, traffic, session
+        self._capture, self._pacer = capture, pacer
         self._device, links = joined.device, joined.links
         self.meter = LinkMeter()
         self._progress = Progress(joined.communicator, links.sizes, self, self._report_loss)
         self._exchange = Exchange(
             self._device,
             joined.communicator,
-            identity.rank,
+            session.rank,
             links,
             traffic.buffers,
             traffic.device_chunk_bytes,
             self._progress,
         )
         self._own = OwnCopy(self._device, self._exchange.copies)
-        self.desk = SlotPrefetch(identity, client, gate, self.locate_area, joined.platform.pin, self._on_unpinned)
+        self.desk = SlotPrefetch(session, self.locate_area, joined.platform.pin, self.fail)
         self._zeros = self._device.allocate_buffer(TENSOR_ALIGN_BYTES).zero_()
         self._watch: CollectiveMonitor | None = None
         self._active = False
@@ -155,7 +145,7 @@ class Driver:
     @property
     def rank(self) -> int:
         """Return this rank."""
-        return self._me.rank
+        return self._session.rank
 
     @property
     def largest_bytes(self) -> int:
@@ -200,17 +190,17 @@ class Driver:
         into = partial(self.desk.claim_destination, version)
         self._exchange.finish()  # the rest of the version before, which may have the slot that is requested now
         self.desk.record_step(version)
-        self._linked = self._linked or self._gate.degraded
+        self._linked = self._linked or self._session.gate.degraded
         if job is None or self._linked:
             if job is not None:
-                self.desk.hold_for_link(self._me.rank, version)
+                self.desk.hold_for_link(self.rank, version)
             return Save(version, None, None, into)
         job.streamed = True
-        grant = self.desk.claim_slot(self._me.rank, version) if len(job.small) <= self.small_capacity else None
+        grant = self.desk.claim_slot(self.rank, version) if len(job.small) <= self.small_capacity else None
         if grant is None or not job.start():
             job.give_up()
             return Save(version, None, None, into)
-        offset, size = self.locate_area(self._me.rank)
+        offset, size = self.locate_area(self.rank)
         tensors = self._gather_tensors(job)
         area = grant.slot.bytes[offset : offset + size]
         own = self._own.begin_copy(tensors, area, self._work)
@@ -313,7 +303,7 @@ class Driver:
             self.desk.allow_nccl(self._stepped)
         if not isinstance(route, Joint):
             route = None
-        traffic, size = self._traffic, self.locate_area(self._me.rank)[1]
+        traffic, size = self._traffic, self.locate_area(self.rank)[1]
         self._exchange.set_program(
             build_profiling_program(
                 self.largest_bytes, len(self._joined.links.targets[0]) + 1, traffic.device_chunk_bytes
@@ -359,7 +349,7 @@ class Driver:
         if not self.ended:
             self._local = bool(self._progress.problem)
             self.ended, self._leaves = reason, True
-            if self._me.rank == 0:
+            if self.rank == 0:
                 self._announce_end(reason)
             self._progress.fail(reason)
             self._active = False
@@ -394,8 +384,8 @@ class Driver:
         if carried.began is not None and carried.began.query():
             took_s = mark.count_seconds_since(carried.began)
             if took_s > 0:
-                self._rates.append(self.locate_area(self._me.rank)[1] / took_s)
-        self.desk.record_landing(carried.job.version, self._me.rank)
+                self._rates.append(self.locate_area(self.rank)[1] / took_s)
+        self.desk.record_landing(carried.job.version, self.rank)
         return True
 
     # ---- results of the operations (see progress.ResultListener) ---------------------------------------
@@ -420,12 +410,9 @@ class Driver:
         self.desk.record_failure(drained=drained)
         if self._closing:
             return
-        self._gate.degrade(f"version {version} was on its way over NCCL")
+        self._session.gate.degrade(f"version {version} was on its way over NCCL")
         if not drained:
-            self._broken("the device still has to copy into replica memory, and may never finish")
-
-    def _on_unpinned(self, reason: str) -> None:
-        self.fail(reason)
+            self._session.end_protection("the device still has to copy into replica memory, and may never finish")
 
     def _report_loss(self, text: str) -> None:
         """Tell the user that the communicator is given up; called by the polling thread."""
@@ -436,4 +423,4 @@ class Driver:
         """Tell the user once that copies leave NCCL."""
         was_announced, self._told = self._told, True
         if not was_announced:
-            self._say(f"rank {self._me.rank}: copies go over gloo from here on, not over NCCL: {reason}")
+            self._session.say(f"rank {self.rank}: copies go over gloo from here on, not over NCCL: {reason}")

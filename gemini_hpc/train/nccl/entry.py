@@ -16,8 +16,8 @@ from gemini_hpc.train.nccl.gloo_links import GlooLinks
 from gemini_hpc.train.nccl.joint_planner import JointPlanner
 from gemini_hpc.train.nccl.messages import MessageOutbox
 from gemini_hpc.train.nccl.negotiation import Joined, Proposal, negotiate
-from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
-from gemini_hpc.train.replication.registration import RankIdentity
+from gemini_hpc.train.nccl.receiver import Receiver
+from gemini_hpc.train.nccl.streamed_replicator import StreamedReplicator
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.traffic import Traffic
@@ -58,21 +58,9 @@ class OverNccl:
     def __init__(self, session: RankSession, joined: Joined, links: GlooLinks) -> None:
         self._session, self._joined, self._links = session, joined, links
 
-    def drive(self, traffic: Traffic, identity: RankIdentity, capture: Capture, pacer: Pacer) -> Driver:
+    def drive(self, traffic: Traffic, capture: Capture, pacer: Pacer) -> Driver:
         """Create the driver; called once."""
-        session = self._session
-        assert session.client is not None
-        self.driver = Driver(
-            self._joined,
-            traffic,
-            identity,
-            session.client,
-            capture,
-            session.gate,
-            pacer,
-            session.say,
-            session.end_protection,
-        )
+        self.driver = Driver(self._joined, traffic, self._session, capture, pacer)
         return self.driver
 
     def build_outboxes(self) -> dict[int, MessageOutbox]:
@@ -84,24 +72,10 @@ class OverNccl:
         """Return the factory that replaces `Replicator`."""
         return partial(StreamedReplicator, driver=self.driver)
 
-    def build_receivers(self, identity: RankIdentity) -> list[StreamedReceiver]:
+    def build_receivers(self) -> list[Receiver]:
         """Create the receivers of the shards that this rank holds for other ranks."""
-        session = self._session
-        assert session.client is not None
-        return [
-            StreamedReceiver(
-                identity,
-                session.client,
-                self._links.build_inbox(rank),
-                rank,
-                session.homes[rank],
-                session.gate,
-                seal_timeout_s=session.seal_timeout_s,
-                say=session.record_incident,
-                driver=self.driver,
-            )
-            for rank in session.incoming
-        ]
+        session, links = self._session, self._links
+        return [Receiver(session, links.build_inbox(rank), rank, self.driver) for rank in session.incoming]
 
     def install_planner(self, monitor: CollectiveMonitor) -> Callable[..., JointPlanner]:
         """Return the factory that replaces `Planner`. The driver sees the training's collectives from now on."""

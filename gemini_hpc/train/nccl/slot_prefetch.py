@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
-from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.client.session import RankSession
+from gemini_hpc.client.slot_requests import SlotRefused, SlotRequests
 from gemini_hpc.train.device.memory import TensorShardOwner, TensorSlot
 from gemini_hpc.train.device.pins import Pin, Pins
-from gemini_hpc.train.replication.registration import RankIdentity
-from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
 
 PATIENCE_S = 0.05  # longest wait of a launching thread for a slot
@@ -65,6 +64,7 @@ class _PrefetchedShard:
 
     Attributes:
         keeper: Keeper of the memory.
+        slots: Requests to the agent.
         grant: The newest grant.
         busy: Version that a thread of ours is about to report; 0 if none.
         refused: Versions up to here get no slot if they have no grant.
@@ -74,6 +74,7 @@ class _PrefetchedShard:
     """
 
     keeper: TensorShardOwner
+    slots: SlotRequests
     grant: Grant | None = None
     busy: int = 0
     refused: int = 0
@@ -87,9 +88,7 @@ class SlotPrefetch:
 
     def __init__(
         self,
-        identity: RankIdentity,
-        client: AgentClient,
-        gate: SealGate,
+        session: RankSession,
         area: Callable[[int], tuple[int, int]],
         pin: Callable[[torch.Tensor], Pin],
         unpinned: Callable[[str], None],
@@ -97,15 +96,13 @@ class SlotPrefetch:
         """Create a prefetcher; `open` starts its thread.
 
         Args:
-            identity: The rank's identity.
-            client: Connection to the agent.
-            gate: Waits for seals.
+            session: The rank's session with its agent.
             area: Returns offset and size in bytes of the tensor area of a rank's shard.
             pin: Pins memory.
             unpinned: Called once, with the reason, if memory cannot be pinned.
         """
-        self._me, self._client, self._gate, self._area = identity, client, gate, area
-        self._keepers: dict[int, TensorShardOwner] = {}
+        self._session, self._client, self._gate = session, session.require_agent(), session.gate
+        self._area = area
         self._shards: dict[int, _PrefetchedShard] = {}
         self._pins = Pins(pin, unpinned)
         self._changed = threading.Condition()
@@ -118,8 +115,9 @@ class SlotPrefetch:
 
     def open(self, keepers: Mapping[int, TensorShardOwner]) -> None:
         """Start the thread; the memory is reserved, or will be."""
-        self._keepers = dict(keepers)
-        self._shards = {rank: _PrefetchedShard(keeper) for rank, keeper in keepers.items()}
+        self._shards = {
+            rank: _PrefetchedShard(keeper, SlotRequests(self._session, rank)) for rank, keeper in keepers.items()
+        }
         self._thread = threading.Thread(target=self._run, name="gemini-desk", daemon=True)
         self._thread.start()
 
@@ -154,7 +152,7 @@ class SlotPrefetch:
             elif not grant.handed:
                 grant.handed = True
                 shard.writing.append(grant)
-                if rank == self._me.rank:
+                if rank == self._session.rank:
                     shard.busy = version
             return grant
 
@@ -257,21 +255,17 @@ class SlotPrefetch:
 
         Raises:
             AgentLost: If the agent is gone.
-            AgentRefused: If the agent refuses.
+            AgentRefused: If the agent refuses, or is past this version already.
         """
-        keeper = self._keepers[rank]
-        page, memory = self._client.page, keeper.shard
-        reply, _ = self._client.request(
-            local.BeginVersion(training=self._me.training, rank=rank, version=version + 1)
-        )
-        if memory is None or not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
-            return  # the agent is past this version already
-        if memory is not keeper.shard:
+        shard = self._shards[rank]
+        page, memory = self._client.page, shard.keeper.shard
+        index = shard.slots.begin(version + 1)
+        if memory is None or memory is not shard.keeper.shard:
             return  # the version counts as begun, but it is unknown which memory the slot belongs to
-        slot = memory.slots[reply.slot]
+        slot = memory.slots[index]
         slot.content = Content()
         with self._changed:
-            self._shards[rank].grant = Grant(version + 1, reply.slot, slot, page)
+            shard.grant = Grant(version + 1, index, slot, page)
             self._changed.notify_all()
 
     def record_end(self, rank: int, version: int) -> None:
@@ -302,7 +296,7 @@ class SlotPrefetch:
         with self._changed:
             self._lost = True
             for rank, shard in self._shards.items():
-                if rank == self._me.rank:
+                if rank == self._session.rank:
                     continue  # the own copy needs no other rank, so it ends by itself
                 for grant in shard.writing:
                     grant.over = True
@@ -333,18 +327,18 @@ class SlotPrefetch:
     def _run(self) -> None:
         while not self._ended:
             missing = False
-            for rank, keeper in self._keepers.items():
+            for shard in self._shards.values():
                 try:
-                    missing = self._request_slot(rank, keeper) or missing
+                    missing = self._request_slot(shard) or missing
                 except (AgentLost, AgentRefused):
                     missing = True
             with self._changed:
                 if not self._ended:
                     self._changed.wait(_SOON_S if missing else _LATER_S)
 
-    def _request_slot(self, rank: int, keeper: TensorShardOwner) -> bool:
+    def _request_slot(self, shard: _PrefetchedShard) -> bool:
         """Request the slot of the wanted version if possible. Return whether a slot is still missing."""
-        shard, memory, page = self._shards[rank], keeper.shard, self._client.page
+        memory, page = shard.keeper.shard, self._client.page
         with self._changed:
             version = self._wanted
             if not version or memory is None or self._lost or shard.linked or shard.refused >= version:
@@ -355,7 +349,8 @@ class SlotPrefetch:
                 return True
             stale = shard.grant if shard.grant is not None and self._is_outgrown(shard, shard.grant) else None
         if stale is not None:  # the agent may have meant the larger slots
-            self._return_slot(rank, stale.version, stale.index)
+            if not shard.slots.abort(stale.version, stale.index):
+                return True
             with self._changed:
                 shard.grant = None if shard.grant is stale else shard.grant
         if not self._pins.add(memory.slots):
@@ -363,30 +358,22 @@ class SlotPrefetch:
         word = (page.sealed, page.abandoned) if page is not None else None
         if word == shard.asked[0] and clock.monotonic() - shard.asked[1] < _LATER_S:
             return True
-        reply, _ = self._client.request(local.BeginVersion(training=self._me.training, rank=rank, version=version))
-        if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
+        try:
+            index = shard.slots.begin(version)
+        except SlotRefused:
             shard.asked = word, clock.monotonic()
             return True
         shard.asked = None, 0.0
-        if memory is not keeper.shard:
-            self._return_slot(rank, version, reply.slot)
+        if memory is not shard.keeper.shard:
+            shard.slots.abort(version, index)
             return True
-        slot = memory.slots[reply.slot]
+        slot = memory.slots[index]
         slot.content = Content()
         with self._changed:
-            shard.grant = Grant(version, reply.slot, slot, page)
+            shard.grant = Grant(version, index, slot, page)
             self._tired = False
             self._changed.notify_all()
         return False
-
-    def _return_slot(self, rank: int, version: int, index: int) -> None:
-        """Return a granted slot unfilled to the agent.
-
-        Raises:
-            AgentLost: If the agent is gone.
-            AgentRefused: If the agent refuses.
-        """
-        self._client.request(local.Abort(training=self._me.training, rank=rank, version=version, slot=index))
 
     def _may_request(self, shard: _PrefetchedShard, version: int) -> bool:
         """Return whether a request takes no slot away from a version still in transfer."""
@@ -397,7 +384,7 @@ class SlotPrefetch:
             return True
         if grant.version >= version:
             return False
-        if (self._me.epoch, grant.version) <= self._gate.sealed:
+        if (self._session.epoch, grant.version) <= self._gate.sealed:
             return True
         # a version in transfer must not lose its slot to the next, or none would ever be complete again
         alone_s = clock.monotonic() - grant.landed_at if grant.landed else 0.0

@@ -1,16 +1,12 @@
-"""Threads that save and receive versions whose tensors the device transfers.
+"""The thread that saves versions whose tensors the device transfers.
 
-Of such a version only the bytes before and behind the tensor area go over the link: header, manifest and small state.
-The digest over the whole version, made from the own slot, follows. The receiving agent verifies this digest over what
-the device has written. A copy that was torn on any path is therefore never accepted.
+Of such a version only the bytes before and behind the tensor area go over the link, and the digest over the whole
+version, made from the own slot. See `receiver` for the other end.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
-
-import torch
 
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
@@ -19,16 +15,12 @@ from gemini_hpc.core.digest import digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.train.device.memory import TensorSlot
-from gemini_hpc.train.nccl.driver import Carried, Driver
+from gemini_hpc.train.nccl.driver import QUIET_S, Carried, Driver
 from gemini_hpc.train.nccl.messages import MessageOutbox
 from gemini_hpc.train.nccl.outstanding import Outstanding
-from gemini_hpc.train.nccl.receiver import Receiver
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.transport.base import Head, LinkBroken
-from gemini_hpc.wire import local
-
-QUIET_S = 2.0  # longest wait of a version that does not go over NCCL until the device has left its slots
 
 
 class StreamedReplicator(Replicator):
@@ -42,7 +34,7 @@ class StreamedReplicator(Replicator):
 
     def _save(self, job: CaptureJob) -> None:
         carried = self._driver.pop_carried(job.version)
-        desk, own_rank = self._driver.desk, self._me.rank
+        desk, own_rank = self._driver.desk, self._session.rank
         try:
             if carried is not None:
                 self._finish(job, carried)
@@ -78,8 +70,8 @@ class StreamedReplicator(Replicator):
             except LinkBroken as error:
                 self._drop_link(rank, error, version)
 
-    def _begin_version(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
-        granted = self._driver.desk.claim_for_link(self._me.rank, job.version)
+    def _begin_version(self, job: CaptureJob) -> tuple[int, TensorSlot]:
+        granted = self._driver.desk.claim_for_link(self._session.rank, job.version)
         if granted is None or self.shard is None or len(job.small) > self._layout.small_capacity:
             begun = super()._begin_version(job)
             self._driver.small_capacity = self._layout.small_capacity
@@ -102,12 +94,12 @@ class StreamedReplicator(Replicator):
         changed = carried.void + self._capture.find_torn(job, grant.index, area)
         if changed:
             return self._declare_void(job, grant.index, changed)
-        stamp = Stamp(self._me.epoch, job.version)
+        stamp = Stamp(self._session.epoch, job.version)
         if not slot.has_manifest:
             slot.put(layout.manifest_offset, self._manifest)
             slot.has_manifest = True
         slot.put(layout.small_offset, job.small)
-        slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world, job.moment))
+        slot.put(0, pack_header(layout, len(job.small), stamp, self._session.rank, self._session.world, job.moment))
         self._apart = True
         try:
             return self._commit(job, grant.index, slot, began)
@@ -177,79 +169,3 @@ class StreamedReplicator(Replicator):
                 self._drop_link(rank, error, version)
             pacer.record_progress()
         return digest
-
-
-class StreamedReceiver(Receiver):
-    """A receiver of versions, some of whose bytes come over NCCL instead of the link."""
-
-    def __init__(self, *args: Any, driver: Driver, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._driver = driver
-
-    def _receive_version(self, head: Head) -> None:
-        desk = self._driver.desk
-        try:
-            if not head.used_bytes:
-                self._prepare(head)
-            elif head.apart[1]:
-                self._complete(head)
-            elif desk.wait_until_quiet(self.rank, QUIET_S):
-                super()._receive_version(head)
-            else:
-                self._say("skipped", head.version, f"shard of rank {self.rank}: NCCL still uses its slots")
-                self._inbox.answer(False)
-        finally:
-            desk.record_end(self.rank, head.version)
-
-    def _prepare(self, head: Head) -> None:
-        """Enlarge the slots from the next version on; no bytes follow this head."""
-        if self.shard is not None and head.total_bytes != self.shard.total_bytes:
-            try:
-                self._enlarge(head.total_bytes)
-            except (AgentLost, AgentRefused) as error:
-                self._say("skipped", head.version, f"shard of rank {self.rank}: {error}")
-        self._inbox.answer(False)
-
-    def _begin_version(self, head: Head) -> int | None:
-        granted = self._driver.desk.claim_for_link(self.rank, head.version)
-        if granted is None or self.shard is None or head.total_bytes != self.shard.total_bytes:
-            return super()._begin_version(head)
-        return granted
-
-    def _complete(self, head: Head) -> None:
-        """Receive everything but the tensors, which come over NCCL."""
-        desk, offset, length = self._driver.desk, *head.apart
-        fits = (offset, length) == self._driver.locate_area(self.rank) and self.shard is not None
-        if fits and self.shard is not None and head.total_bytes != self.shard.total_bytes:
-            fits = False
-            with suppress(AgentLost, AgentRefused):  # there will be another version
-                self._enlarge(head.total_bytes)
-        grant = desk.commit(self.rank, head.version) if fits else None
-        if grant is None:
-            self._say("skipped", head.version, f"shard of rank {self.rank}: no slot was free in time")
-        self._inbox.answer(grant is not None)
-        if grant is None:
-            return None
-        self.release(self._gate.sealed)
-        rest = torch.empty(head.sent_bytes, dtype=torch.uint8, device="cpu")
-        self._inbox.receive(rest)
-        digest = self._inbox.receive_digest()
-        if not desk.wait_until_arrived(self.rank, grant):
-            self._request(
-                local.Abort(training=self._me.training, rank=self.rank, version=head.version, slot=grant.index)
-            )
-            self._say("skipped", head.version, f"shard of rank {self.rank}: it did not arrive over NCCL")
-            return self._move_on(head.version)
-        slot = grant.slot
-        slot.bytes[:offset].copy_(rest[:offset])
-        slot.bytes[offset + length : head.used_bytes].copy_(rest[offset:])
-        return self._report_landed(head, grant.index, slot, digest)
-
-    def _report_landed(self, head: Head, index: int, slot: TensorSlot, digest: str) -> None:
-        super()._report_landed(head, index, slot, digest)
-        if self.landed != head.version:
-            self._move_on(head.version)
-
-    def _move_on(self, version: int) -> None:
-        with suppress(AgentLost, AgentRefused):  # an agent that is gone has forgotten the version
-            self._driver.desk.move_on(self.rank, version)

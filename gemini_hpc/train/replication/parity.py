@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from gemini_hpc.client.agent_connection import AgentClient, AgentRefused, Exchange
+from gemini_hpc.client.agent_connection import AgentRefused, Exchange
+from gemini_hpc.client.session import RankSession
+from gemini_hpc.client.slot_requests import REGISTER_TIMEOUT_S
 from gemini_hpc.core import parity
-from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.wire import local
-
-_RESERVE_S = 120.0  # the agent reserves memory page by page
 
 
 class StripeParity:
     """The parity memory that a rank has its agent keep, for the other shards of the stripe."""
 
-    def __init__(
-        self,
-        identity: RankIdentity,
-        client: AgentClient,
-        others: Sequence[int],
-        homes: Sequence[int],
-        blocks: int,
-        step: Callable[[], int],
-    ) -> None:
-        """Create the parity; `reserve` has the agent take the memory.
-
-        Args:
-            identity: This rank.
-            client: The connection to the agent.
-            others: The other ranks of the stripe.
-            homes: Node rank of every rank.
-            blocks: Number of parity blocks in each row of the stripe.
-            step: Returns the number of steps that this rank has completed.
-        """
-        self._me, self._client, self._blocks, self._step = identity, client, blocks, step
-        self._others = tuple((rank, homes[rank]) for rank in sorted(others))
+    def __init__(self, session: RankSession) -> None:
+        """Create the parity; `reserve` has the agent take the memory."""
+        self._session, self._client, self._blocks = session, session.require_agent(), session.redundancy.parity
+        self._others = tuple((rank, session.homes[rank]) for rank in sorted(session.targets[session.rank]))
         self._bytes = 0
 
     def reserve(self, totals: Sequence[int]) -> None:
@@ -51,7 +33,7 @@ class StripeParity:
         members = len(self._others) + 1
         rooms = (parity.compute_block_bytes(totals[rank], members, self._blocks) for rank, _ in self._others)
         self._bytes = self._blocks * max(rooms)
-        reply, _ = self._client.request(self._build_registration(), timeout_s=_RESERVE_S)
+        reply, _ = self._client.request(self._build_registration(), timeout_s=REGISTER_TIMEOUT_S)
         if not isinstance(reply, local.Slots):
             raise AgentRefused(f"the agent answered a registration of parity with {reply}")
 
@@ -62,15 +44,15 @@ class StripeParity:
         registration's `passed` they would wait for that step's version to be sealed.
         """
         if self._bytes:
-            exchange(self._build_registration(passed=self._step() + 1))
+            exchange(self._build_registration(passed=self._session.version + 1))
 
     def _build_registration(self, passed: int = 0) -> local.Register:
-        identity = self._me
+        session = self._session
         return local.Register(
-            training=identity.training,
-            rank=identity.rank,
-            world=identity.world,
-            home=identity.node_rank,
+            training=session.name,
+            rank=session.rank,
+            world=session.world,
+            home=session.node_rank,
             bytes=self._bytes,
             of=self._others,
             passed=passed,

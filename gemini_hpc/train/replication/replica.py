@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.ranges import Range, choose_largest, merge_ranges
 from gemini_hpc.train.device.memory import TensorShard
 from gemini_hpc.train.replication import overlap
@@ -42,26 +43,17 @@ class Replica:
     Methods are called from the thread that saves.
     """
 
-    def __init__(
-        self, training_name: str, client: AgentClient, keeper: Reserved, epoch: int, differs: Callable[[str], None]
-    ) -> None:
+    def __init__(self, session: RankSession, keeper: Reserved, differs: Callable[[str], None]) -> None:
         """Create the replica.
 
         Args:
-            training_name: Name of the training.
-            client: The connection to the agent.
+            session: This rank's session with its agent.
             keeper: The shard's memory on this node.
-            epoch: Epoch of this rank.
             differs: Called with the reason when this rank stops filling the shard for good.
         """
         self._pin: Callable[[TensorShard], None] | None = None
-        self._training_name, self._client, self._keeper, self._epoch, self._differs = (
-            training_name,
-            client,
-            keeper,
-            epoch,
-            differs,
-        )
+        self._client, self._training_name, self._epoch = session.require_agent(), session.name, session.epoch
+        self._keeper, self._differs = keeper, differs
         self._own: Mapping[str, Own] = {}
         self._since = 0
         self._given_up = False

@@ -6,20 +6,19 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
-from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.client.session import RankSession
+from gemini_hpc.client.slot_requests import SlotRequests
 from gemini_hpc.core.ranges import Range, choose_largest, merge_ranges
 from gemini_hpc.core.ranges import count_bytes as size_of
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import SlotLayout, pack_header
-from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot
+from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot, register
 from gemini_hpc.train.device.pins import Pins
-from gemini_hpc.train.replication.registration import RankIdentity, register
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.state.capture import CaptureJob
@@ -48,40 +47,32 @@ class Replicator(TensorShardOwner):
 
     def __init__(
         self,
-        identity: RankIdentity,
-        client: AgentClient,
+        session: RankSession,
         plan: Plan,
         outboxes: dict[int, Outbox],
-        gate: SealGate,
         pacer: Pacer,
         *,
         max_repeated: int,
-        say: Callable[[str, int, str], None],
-        broken: Callable[[str], None],
         catch_up: Callable[[], None],
         pins: Pins | None = None,
     ) -> None:
         """Create the thread; `start` starts it.
 
         Args:
-            identity: This rank.
-            client: The connection to the agent.
+            session: This rank's session with its agent.
             plan: Capture, manifest and layout of this rank's shard.
             outboxes: Links to the other holders, by rank.
-            gate: Waits for seals.
             pacer: Decides when chunks go.
             max_repeated: With more than 1, a save waits until the last saved version is sealed.
-            say: Reports an event to the user as (name, version, reason). Called from this thread.
-            broken: Called with the reason when the shard can no longer be protected at all.
             catch_up: Called with every version.
             pins: Pins the own slots for copies from a device.
         """
         super().__init__()
-        self._me, self._client, self._outboxes, self._gate = identity, client, outboxes, gate
+        self._session, self._client, self._gate = session, session.require_agent(), session.gate
+        self._slots, self._outboxes = SlotRequests(session, session.rank), outboxes
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
         self._pacer, self._max_repeated = pacer, max_repeated
-        self._say, self._broken, self._catch_up = say, broken, catch_up
-        self._pins = pins
+        self._catch_up, self._pins = catch_up, pins
         self.counters = Counters()
         self._jobs: queue.SimpleQueue[CaptureJob | Plan | None] = queue.SimpleQueue()
         self._current: CaptureJob | None = None
@@ -165,7 +156,7 @@ class Replicator(TensorShardOwner):
                 self._save(job)
             except Exception as error:  # a failure of ours must not reach the training
                 job.give_up()
-                self._broken(f"{type(error).__name__}: {error}")
+                self._session.end_protection(f"{type(error).__name__}: {error}")
                 return
             finally:
                 job.left.set()
@@ -192,38 +183,37 @@ class Replicator(TensorShardOwner):
 
     def _skip(self, job: CaptureJob, reason: str) -> None:
         self._give_up(job, reason)
-        self._say("skipped", job.version, reason)
+        self._session.record_incident("skipped", job.version, reason)
 
     def _save(self, job: CaptureJob) -> None:
+        session = self._session
         if self._max_repeated > 1 and self._last_saved:
             self._gate.wait(self._last_saved, lambda: job.cancelled or job.urgent)
         try:
             slot_index, slot = self._begin_version(job)
         except (AgentLost, AgentRefused) as error:
             return self._skip(job, str(error))
-        if slot is None:
-            return None
         has_outline = self._sends_outlines and job.gaps is None and slot.has_manifest
         if has_outline:
             self._report_outline(job, slot_index, slot)
         if job.ready is None:  # no device: a device's copies run beside everything else
             self._pacer.wait_for_lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
         if not job.start():
-            self._abort_version(job, slot_index)
+            self._slots.abort(job.version, slot_index)
             return self._skip(job, "the training did not wait for the slot")
         layout = self._layout
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
-        stamp = Stamp(self._me.epoch, job.version)
+        stamp = Stamp(session.epoch, job.version)
         stays = self._capture.find_unchanged(self._base) if self._base else frozenset()
         found = [(layout.tensor_offset + a, layout.tensor_offset + b) for a, b in self._capture.list_ranges(stays)]
         if self._base:
             found.append((layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes))
         self._kept = tuple(choose_largest(merge_ranges(found)))
         # While ranks go on with different versions, a slot begun here would be missing for the home's version.
-        together = not self._gate.degraded and self._gate.sealed >= (self._me.epoch, self._before)
+        together = not self._gate.degraded and self._gate.sealed >= (session.epoch, self._before)
         sharing = self._replicas if together else ()
         if self._replicas and not together:
-            self._client.post(local.Unfilled(training=self._me.training, rank=self._me.rank, version=job.version))
+            self._client.post(local.Unfilled(training=session.name, rank=session.rank, version=job.version))
         if not slot.has_manifest:
             self._capture.clear_padding(area)
         took_s = self._capture.copy(job, slot_index, area, stays)
@@ -245,7 +235,7 @@ class Replicator(TensorShardOwner):
         slot.put(layout.small_offset, job.small)
         if self._sends_outlines and not has_outline:
             self._report_outline(job, slot_index, slot)
-        slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world, job.moment))
+        slot.put(0, pack_header(layout, len(job.small), stamp, session.rank, session.world, job.moment))
         return self._commit(job, slot_index, slot, began)
 
     def _report_outline(self, job: CaptureJob, slot_index: int, slot: TensorSlot) -> None:
@@ -257,8 +247,8 @@ class Replicator(TensorShardOwner):
         slot.put(layout.small_offset, job.small)
         self._client.post(
             local.OutlineWritten(
-                training=self._me.training,
-                rank=self._me.rank,
+                training=self._session.name,
+                rank=self._session.rank,
                 version=job.version,
                 slot=slot_index,
                 small_bytes=len(job.small),
@@ -270,9 +260,9 @@ class Replicator(TensorShardOwner):
     def _declare_void(self, job: CaptureJob, slot_index: int, changed: Sequence[str]) -> None:
         """Give the version up, because these tensors changed too early."""
         job.give_up()
-        self._abort_version(job, slot_index)
+        self._slots.abort(job.version, slot_index)
         self.counters.void += 1
-        self._say(
+        self._session.record_incident(
             "void",
             job.version,
             f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''}: changed "
@@ -295,20 +285,12 @@ class Replicator(TensorShardOwner):
         if self._refused is not None:
             # The holder's slot pair may not have begun this version. The holder then cannot prove that the version
             # will never arrive. A copy completed here could never be abandoned, and no later version could begin.
-            self._abort_version(job, slot_index)
+            self._slots.abort(job.version, slot_index)
             return self._give_up(job, self._refused, bereaved=self._bereaved)
-        slot.content = Content(self._me.epoch, job.version, used, digest)  # digest "": the commit record will have it
+        # digest "": the commit record will have it
+        slot.content = Content(self._session.epoch, job.version, used, digest)
         try:
-            self._client.request(
-                local.Landed(
-                    training=self._me.training,
-                    rank=self._me.rank,
-                    version=job.version,
-                    slot=slot_index,
-                    used=used,
-                    digest=digest,
-                )
-            )
+            self._slots.report_landed(job.version, slot_index, used, digest)
         except (AgentLost, AgentRefused) as error:
             return self._skip(job, str(error))
         self._last_saved = job.version
@@ -317,31 +299,30 @@ class Replicator(TensorShardOwner):
         self._pacer.record_progress()
         return None
 
-    def _begin_version(self, job: CaptureJob) -> tuple[int, TensorSlot | None]:
+    def _begin_version(self, job: CaptureJob) -> tuple[int, TensorSlot]:
+        """Return the version's slot and its index.
+
+        Raises:
+            AgentLost: The agent is gone.
+            AgentRefused: The agent refuses.
+        """
         assert self.shard is not None
         self._catch_up()
         if len(job.small) > self._layout.small_capacity:
             self._enlarge_for_small(len(job.small))
         elif self._layout.total != self.shard.total_bytes:
             self._enlarge_slots(self._layout)
-        reply, _ = self._client.request(
-            local.BeginVersion(training=self._me.training, rank=self._me.rank, version=job.version)
-        )
-        if isinstance(reply, local.Refused):
-            self._skip(job, reply.reason)
-            return 0, None
-        if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
-            raise AgentRefused(f"the agent answered BeginVersion with {reply}")
+        index = self._slots.begin(job.version)
         self.release(self._gate.sealed)
         self._before, self._begun = self._begun, job.version
         if self._pins is not None:
             others = [shard for replica in self._replicas for shard in replica.shards]
             self._pins.release_others([slot for shard in (self.shard, *self.former, *others) for slot in shard.slots])
-        slot = self.shard.slots[reply.slot]
+        slot = self.shard.slots[index]
         known = slot.content
-        self._base = known.version if slot.has_manifest and known.epoch == self._me.epoch else 0
+        self._base = known.version if slot.has_manifest and known.epoch == self._session.epoch else 0
         slot.content = Content()
-        return reply.slot, slot
+        return index, slot
 
     def _enlarge_for_small(self, small_bytes: int) -> None:
         """Get larger slots, because the small state has outgrown its place."""
@@ -355,22 +336,16 @@ class Replicator(TensorShardOwner):
             AgentLost: The agent is gone.
             AgentRefused: The agent refuses.
         """
-        shard = register(self._client, self._me, self._me.rank, self._me.node_rank, layout.total)
+        shard = register(self._session, self._session.rank, layout.total)
         shard.populate()
         self.pin(shard)
         self.outgrow(shard)
         self._layout = layout
 
-    def _abort_version(self, job: CaptureJob, slot_index: int) -> None:
-        with suppress(AgentLost, AgentRefused):  # an agent that is gone, or has gone on, has voided it
-            self._client.request(
-                local.Abort(training=self._me.training, rank=self._me.rank, version=job.version, slot=slot_index)
-            )
-
     def _drop_link(self, rank: int, error: LinkBroken, version: int) -> None:
         box = self._outboxes.get(rank) if isinstance(error, VersionLost) else self._outboxes.pop(rank, None)
         if box is not None:
-            self._say("degraded", version, f"the link to rank {rank} broke: {error}")
+            self._session.record_incident("degraded", version, f"the link to rank {rank} broke: {error}")
             if version:
                 self._gate.degrade(f"nothing can be sealed without rank {rank}'s copies", gone=True)
         if isinstance(error, VersionLost):
@@ -379,7 +354,7 @@ class Replicator(TensorShardOwner):
 
     def _record_refusal(self, rank: int, version: int) -> None:
         self._refused = f"rank {rank} could not take this version"
-        self._say("refused", version, self._refused)
+        self._session.record_incident("refused", version, self._refused)
         self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
 
     def _send_to_holders(self, version: int, slot: TensorSlot, used: int) -> str:

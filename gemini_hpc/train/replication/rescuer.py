@@ -17,9 +17,9 @@ import msgspec
 import torch
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.train.replication import overlap
-from gemini_hpc.train.replication.registration import RankIdentity
 from gemini_hpc.train.state.capture import Capture, CaptureJob
 from gemini_hpc.train.state.ownership import Own
 from gemini_hpc.wire import local
@@ -34,8 +34,7 @@ class Rescuer:
 
     def __init__(
         self,
-        identity: RankIdentity,
-        client: AgentClient,
+        session: RankSession,
         frozen: Frozen,
         at_once: Callable[[CaptureJob], None],
         own: Callable[[], tuple[Mapping[str, Own], Capture]],
@@ -43,15 +42,14 @@ class Rescuer:
         """Create the thread; `start` starts it.
 
         Args:
-            identity: This rank.
-            client: The connection to the agent.
+            session: This rank's session with its agent.
             frozen: Keeps the optimizers from changing tensors. Gives the job of the version that the tensors have;
                 None while they are being changed.
             at_once: Brings a job's version into the slots without regard for the training's traffic.
             own: Returns the tensors that this rank shares with others, and the capture, as of now.
         """
-        self._me, self._client, self._frozen, self._own = identity, client, frozen, own
-        self._at_once = at_once
+        self._training, self._rank, self._client = session.name, session.rank, session.require_agent()
+        self._frozen, self._at_once, self._own = frozen, at_once, own
         self._nodes: tuple[int, ...] = ()
         self._closed = threading.Event()
         self._sock: socket.socket | None = None
@@ -66,7 +64,7 @@ class Rescuer:
         self._nodes = nodes
         if self._sock is not None:
             with suppress(AgentLost, AgentRefused):
-                self._client.request(local.LiveOn(training=self._me.training, rank=self._me.rank, nodes=nodes))
+                self._client.request(local.LiveOn(training=self._training, rank=self._rank, nodes=nodes))
 
     def close(self, timeout_s: float) -> bool:
         """Stop the thread. Return whether it has ended within `timeout_s` seconds."""
@@ -82,8 +80,8 @@ class Rescuer:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                self._client.request(local.LiveOn(training=self._me.training, rank=self._me.rank, nodes=self._nodes))
-                reply, fds = self._client.request(local.OpenRescue(training=self._me.training, rank=self._me.rank))
+                self._client.request(local.LiveOn(training=self._training, rank=self._rank, nodes=self._nodes))
+                reply, fds = self._client.request(local.OpenRescue(training=self._training, rank=self._rank))
             except AgentRefused:
                 return  # an agent without rescue, or of another round
             except AgentLost:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from gemini_hpc.client.agent_connection import AgentClient
-from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner
-from gemini_hpc.train.replication.registration import RankIdentity, register
+from gemini_hpc.client.session import RankSession
+from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, register
 
 
 class Reserved(TensorShardOwner):
     """The memory of `rank`'s shard, which this rank only keeps for the agent's successor."""
 
-    def __init__(self, identity: RankIdentity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
+    def __init__(self, session: RankSession, rank: int) -> None:
         super().__init__()
-        self._me, self._client, self.rank, self._home, self._gate = identity, client, rank, home, gate
+        self._session, self._client, self.rank = session, session.require_agent(), rank
         self._grown = 0
 
     def catch_up(self) -> None:
@@ -29,13 +27,13 @@ class Reserved(TensorShardOwner):
         if self.shard is None or page is None:
             return
         if (grown := page.grown) != self._grown:
-            shard = register(self._client, self._me, self.rank, self._home, 0, pushed=True)
+            shard = register(self._session, self.rank, 0, pushed=True)
             if shard.total_bytes == self.shard.total_bytes:
                 shard.close()
             else:
                 self.outgrow(shard)
             self._grown = grown
-        self.release(self._gate.sealed)
+        self.release(self._session.gate.sealed)
 
     @property
     def landed(self) -> int:
