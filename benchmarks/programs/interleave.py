@@ -244,8 +244,7 @@ class Bench:
 
     def settle(self) -> None:
         """Wait until this rank's copies have been sent."""
-        replicator = self.ckpt._engine.replicator
-        while replicator is not None and replicator.busy:
+        while self.ckpt._engine.under_way:
             self.ckpt._engine.pacer.hurry()
             time.sleep(POLL_S)
 
@@ -266,9 +265,9 @@ class Bench:
             for _ in range(5):
                 self.iterate()
         self.change("blocking")
-        replicator = self.ckpt._engine.replicator
-        assert replicator is not None
-        spent, sizes, counters = [], [], replicator.counters
+        running = self.ckpt._engine.running
+        assert running is not None
+        spent, sizes, counters = [], [], running.replicator.counters
         copied_s, sending_s = counters.copy_s, counters.send_s
         for _ in range(3):
             dist.barrier()

@@ -108,7 +108,8 @@ class Pipeline(Bench):  # type: ignore[misc]
     def traffic(self) -> dict[str, Any]:
         """Of the scheme at work; common_s: idle time, before the first stage comes to its optimizer, in which the
         peer is idle too."""
-        route = self.ckpt._engine.controller._route if self.ckpt._engine.controller is not None else None
+        running = self.ckpt._engine.running
+        route = running.controller._route if running is not None else None
         windows = route.usable if route is not None else ()
         return {**super().traffic(), "common_s": sum(w.length_s for w in windows if w.before_gate)}
 

@@ -53,9 +53,9 @@ def train(state_bytes: int) -> None:
         optimizer.step()
         switches = _switches()
         ckpt.step()
-        is_sealed, replicator = sealer._wait(ckpt), ckpt._engine.replicator
+        is_sealed, running = sealer._wait(ckpt), ckpt._engine.running
         ended = time.monotonic()
-        job = replicator._current if replicator is not None else None
+        job = running.replicator._current if running is not None else None
         copied = job.copied_at if job is not None else 0.0
         mine = torch.tensor([is_sealed and copied > 0, copied, ended, _switches() - switches], dtype=torch.float64)
         every = [torch.zeros(4, dtype=torch.float64) for _ in range(world)]

@@ -206,8 +206,8 @@ class Bench:
             step_s = now - saved_at
             self.say("iteration", mode=mode, block=self._block, index=index, seconds=now - ended)
             ended = now
-        if isinstance(saver, savers.Gemini) and self.ckpt is not None and self.ckpt._engine.controller is not None:
-            self.say("traffic", mode=mode, block=self._block, **self.ckpt._engine.controller.report())
+        if isinstance(saver, savers.Gemini) and self.ckpt is not None and self.ckpt._engine.running is not None:
+            self.say("traffic", mode=mode, block=self._block, **self.ckpt._engine.running.controller.report())
         saver.close()
 
     def first(self) -> None:
@@ -269,8 +269,8 @@ class Bench:
     def settle(self) -> None:
         """Iterations until all ranks send by plan. They come to that at the same step, so nothing need be asked: the
         traffic is that of the blocks."""
-        assert self.ckpt is not None and self.ckpt._engine.controller is not None
-        saver, rhythm = self._make("gemini"), self.ckpt._engine.controller
+        assert self.ckpt is not None and self.ckpt._engine.running is not None
+        saver, rhythm = self._make("gemini"), self.ckpt._engine.running.controller
         for count in range(SETTLE_STEPS):
             if rhythm.build_state().stage == "steady":
                 self.say("settled", steps=count)
@@ -316,9 +316,9 @@ class Bench:
     def sync(self, count: int) -> None:
         """The copy that a trainer would wait for if it had to; memcpy of the same tensors to the same places; and one
         memcpy of as many bytes in a row, which large enough calls do with stores that go past the cache."""
-        assert self.ckpt is not None
-        capture, replicator = self.ckpt._engine.planning.capture, self.ckpt._engine.replicator
-        assert capture is not None and replicator is not None and replicator.shard is not None
+        assert self.ckpt is not None and self.ckpt._engine.running is not None
+        capture, replicator = self.ckpt._engine.running.plan.capture, self.ckpt._engine.running.replicator
+        assert replicator.shard is not None
         copied, saved = replicator.counters.copy_s, replicator.counters.saved
         layout = replicator._layout
         area = replicator.shard.slots[0].bytes[layout.tensor_offset :][: layout.tensor_bytes]

@@ -128,7 +128,6 @@ class Checkpointer:
         meetings = self._meetings = Meetings(ranks, name, session.say)
         self._engine = SaveEngine(session, tree, traffic, ranks=ranks, ownership=ownership, max_repeated=max_repeated)
         self._gate = OptimizerGate(session, self._engine, tree, self._not_given, max_repeated, self._times)
-        self._engine.frozen = self._gate.freeze_optimizers
         uncaptured = Uncaptured(tree, self._not_given)
         self._versions = Versions(session, self._engine, self._gate, tree, meetings, uncaptured, scaler, audit)
         findings: list[str] = []
@@ -351,8 +350,6 @@ class Checkpointer:
         self._closed = True
         session, engine = self._session, self._engine
         self._gate.close()
-        if engine.controller is not None:
-            engine.controller.close()
         for recorder in self._tree.ddps:
             recorder.stop()
         if self._holding is not None:
@@ -361,7 +358,7 @@ class Checkpointer:
         engine.shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
         session.finish(success=success)
         if engine.wait_ended(_LAST_S) and (success or goes_on):
-            for keeper in engine.list_keepers():
+            for keeper in session.keepers():
                 keeper.close()
 
     def _end_at_exit(self) -> None:
@@ -381,15 +378,15 @@ class Checkpointer:
 
         Set it on all ranks between the same two steps. The setter takes effect at the next `step()`.
         """
-        controller = self._engine.controller
-        return self._traffic.scheme if controller is None else controller.scheme
+        running = self._engine.running
+        return self._traffic.scheme if running is None else running.controller.scheme
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
         check_scheme(scheme)
         self._traffic = replace(self._traffic, scheme=scheme)
-        if self._engine.controller is not None:
-            self._engine.controller.scheme = scheme
+        if self._engine.running is not None:
+            self._engine.running.controller.scheme = scheme
 
     # ---- telling ---------------------------------------------------------------------------------------
 
@@ -404,7 +401,7 @@ class Checkpointer:
         The report is for people and tests. The call scans all live objects: do not call it in every iteration.
         """
         tree, session, engine = self._tree, self._session, self._engine
-        capture, replicator = engine.planning.capture, engine.replicator
+        capture, running = engine.planning.capture, engine.running
         page = session.client.page if session.client is not None else None
         return {
             "state": "unprotected" if self._versions.unseen else session.state,
@@ -424,11 +421,11 @@ class Checkpointer:
                 "eager": dict(capture.eager_since) if capture else {},
                 "not_in_model": list(tree.outside),
             },
-            "versions": asdict(replicator.counters) if replicator else {},
+            "versions": asdict(running.replicator.counters) if running else {},
             "unsaved": dict(session.unsaved),
-            "traffic": engine.controller.report() if engine.controller is not None else {},
-            "received": {r.rank: r.landed for r in engine.receivers},
-            "times": {**asdict(self._times), "seal_wait_s": self._gate.waited_s if replicator else 0.0},
+            "traffic": running.controller.report() if running else {},
+            "received": {r.rank: r.landed for r in running.receivers} if running else {},
+            "times": {**asdict(self._times), "seal_wait_s": self._gate.waited_s if running else 0.0},
             "findings": list(session.findings),
             "not_given": self._not_given.list_classes(),
         }

@@ -1,4 +1,4 @@
-"""The engine that brings versions to their holders, created in the first `step()` and ended in `close()`."""
+"""The engine that brings versions to their holders. It runs from the first `step()` to `close()`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from gemini_hpc import clock
@@ -17,12 +16,12 @@ from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content, SlotMappings
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
-from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, parse_header
+from gemini_hpc.format.slot_header import HEADER_BYTES, parse_header
 from gemini_hpc.node import priority
 from gemini_hpc.train.device import pins, streams
 from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot, register
 from gemini_hpc.train.device.pins import Pins
-from gemini_hpc.train.planning import FirstPlan, Join, Planning
+from gemini_hpc.train.planning import FirstPlan, Planning
 from gemini_hpc.train.replication.parity import StripeParity
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.replication.replicator import Replicator
@@ -37,9 +36,9 @@ from gemini_hpc.train.schedule.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives
-from gemini_hpc.train.state.capture import Capture, CaptureJob
+from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.state.layout import Plan
-from gemini_hpc.train.state.ownership import Own, Ownership
+from gemini_hpc.train.state.ownership import Ownership
 from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.train.transport.base import Outbox
 from gemini_hpc.train.transport.host import HostTransport
@@ -48,7 +47,7 @@ from gemini_hpc.wire.progress_page import Progress
 
 if TYPE_CHECKING:
     from gemini_hpc.train.nccl.driver import Driver
-    from gemini_hpc.train.nccl.entry import Exchange, OverNccl
+    from gemini_hpc.train.nccl.entry import OverNccl
     from gemini_hpc.train.nccl.receiver import Receiver
 
 _ONE_LIVES = (
@@ -62,14 +61,17 @@ _ONE_ALONE = (
 
 
 class SaveEngine:
-    """The threads that copy, send and receive, with the controller that schedules them.
+    """A rank's means of saving: its plan, and the engine that runs once all ranks have a plan.
 
     Attributes:
         planning: Plan of which rank keeps which state.
-        replicator: Sender of this rank's shard to its holders.
-        receivers: Receivers of other ranks' shards.
-        controller: Schedule of versions and chunks.
-        driver: Copies from GPU to GPU, if NCCL is in use.
+        pacer: Pacer of the thread that sends.
+        transport: Links over the agents; None before they are connected, and where no other node keeps copies.
+        over: This rank's end of copies from GPU to GPU, if NCCL is in use.
+        group: Our own group for the main thread's collectives. In the training's group, a rank that calls another
+            collective would join one of ours.
+        own_copy: The loaded copy.
+        running: The running engine; None before the first plan.
     """
 
     def __init__(
@@ -82,101 +84,137 @@ class SaveEngine:
         ownership: Ownership,
         max_repeated: int,
     ) -> None:
-        self._ranks, self._stateful = ranks, tree.stateful
-        # Ours, for the main thread's collectives: in the training's group, a rank that calls another collective would
-        # join one of ours.
-        self._group: dist.ProcessGroup | None = None
-        self._session, self._traffic, self._max_repeated = session, traffic, max_repeated
-        self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._adopt_plan)
+        self.session, self.traffic, self.ranks, self.max_repeated = session, traffic, ranks, max_repeated
+        self.stateful = tree.stateful
+        self.group: dist.ProcessGroup | None = None
+        self.planning = Planning(session, tree, traffic, ownership, lambda: self.group)
         self.pacer = Pacer(traffic.chunk_bytes or LEAST_CHUNK_BYTES, traffic.buffers)
         self.transport: HostTransport | None = None
-        self.controller: IntervalController | None = None
-        self._over: OverNccl | None = None
-        self.driver: Driver | None = None
-        self.replicator: Replicator | None = None
-        self.receivers: list[Receiver | Reserved] = []
-        self.own_copy = Content()  # the loaded copy
-        self.frozen: Frozen | None = None  # reads the state between two optimizer steps
-        self._rescuer: Rescuer | None = None
-        self._own: Mapping[str, Own] = {}
-        self._parity: StripeParity | None = None
-        self._arming: threading.Thread | None = None
-        self._listening = False
-        session.keepers = self.list_keepers
-        session.on_lost.append(self._on_protection_lost)
+        self.over: OverNccl | None = None
+        self.own_copy = Content()
+        self.running: RunningEngine | None = None
+        session.keepers = self._list_keepers
 
     @property
     def under_way(self) -> bool:
         """Return whether a version is still being copied or sent."""
-        return self.replicator is not None and self.replicator.busy
+        return self.running is not None and self.running.replicator.busy
 
     @property
-    def join(self) -> Join | None:
-        """Return the function that connects copies from GPU to GPU, or None if NCCL is not requested."""
-        wanted = self._traffic.transport == "nccl" and self.transport is not None
-        return self._join_nccl if wanted and not self._session.redundancy.parity else None
-
-    def _join_nccl(self, tensors: list[torch.Tensor], layout: SlotLayout, all_ranks: Exchange) -> str:
-        """Create this rank's NCCL endpoint and return "", or return the reason why none exists.
-
-        See `planning.Join`.
-        """
-        from gemini_hpc.train.nccl import entry
-
-        self._over, reason = entry.join(self._session, tensors, layout, all_ranks, self._ranks.group)
-        return reason
-
-    @property
-    def _pushed(self) -> bool:
+    def pushed(self) -> bool:
         """Return whether the agents carry the copies."""
-        return self.transport is not None and self._over is None
+        return self.transport is not None and self.over is None
 
-    @property
-    def ranks_agree(self) -> bool:
-        """Return whether the ranks can reach an agreement during training."""
-        return self.controller is not None and self.controller.agrees
-
-    def list_keepers(self) -> list[TensorShardOwner]:
+    def _list_keepers(self) -> list[TensorShardOwner]:
         """Return the replicator and the receivers, which hold memory of the agent."""
-        return [*([self.replicator] if self.replicator else []), *self.receivers]
-
-    def _on_protection_lost(self, reason: str) -> None:
-        if self.driver is not None and not self._session.protected:
-            self.driver.fail(reason)
+        return [] if self.running is None else [self.running.replicator, *self.running.receivers]
 
     def connect(self) -> None:
         """Create our group and the transport, or connect them to the agent that has welcomed this rank now.
 
         Collective, after the ranks have joined.
         """
-        session = self._session
+        session = self.session
         if not session.protected:
             return
         client = session.client
         assert client is not None
-        if session.world > 1 and self._group is None:
-            self._group = collectives.build_own_group(self._ranks.group)
+        if session.world > 1 and self.group is None:
+            self.group = collectives.build_own_group(self.ranks.group)
         if self.transport is not None:
             self.transport.adopt_client(client)
         elif session.world > 1 and session.welcome.replicas > 1:
             self.transport = HostTransport(client, session.name, session.rank, session.homes)
-            if self._traffic.transport == "nccl" and session.redundancy.parity:
+            if self.traffic.transport == "nccl" and session.redundancy.parity:
                 odd = 'transport="nccl" cannot be used with parity: what goes into it travels over host'
                 session.record_finding(odd)
                 session.say_once(odd)
 
-    # ---- starting --------------------------------------------------------------------------------------
-
-    def start(self, first: FirstPlan) -> None:
-        """Create all parts and reserve the memory in the background.
+    def start(self, first: FirstPlan, frozen: Frozen) -> RunningEngine:
+        """Create all parts and reserve the memory in the background. Collective as far as NCCL is requested.
 
         Do not call it while another thread is inside a collective.
+
+        Args:
+            first: The first plan.
+            frozen: Keeps the optimizers from changing tensors, see `Rescuer`.
         """
-        session, plan, transport = self._session, first.plan, self.transport
+        if self.traffic.transport == "nccl" and self.transport is not None and not self.session.redundancy.parity:
+            self._join_nccl(first)
+        self.running = RunningEngine(self, first, frozen)
+        self.running.arming.start()
+        return self.running
+
+    def _join_nccl(self, first: FirstPlan) -> None:
+        """Create this rank's NCCL endpoint, or report once why copies do not go over NCCL. Collective."""
+        from gemini_hpc.train.nccl import entry
+
+        session = self.session
+        gather_words = partial(collectives.gather_bytes, group=self.group)
+        self.over, reason = entry.join(session, first.tensors, first.plan.layout, gather_words, self.ranks.group)
+        if reason:
+            session.record_finding(f"transport: {reason}")
+            session.say_once(f"copies go over host, not over NCCL: {reason}")
+
+    def arm(self) -> bool:
+        """Agree that memory is reserved everywhere, and return whether the training is protected now.
+
+        Collective, in each `step()` until memory is reserved everywhere. All ranks then begin with the same version:
+        a version that some ranks skip can never be sealed.
+        """
+        session, verdict = self.session, self.session.verdict
+        words = [verdict.vote]
+        if session.world > 1:
+            words = collectives.gather_word(verdict.vote, self.group)
+        if all(word == 1 for word in words):
+            if verdict.record_ready():
+                session.state = "protected"
+            return session.protected
+        if -1 in words:
+            session.state = "unprotected"
+            if not verdict.reject():
+                session.record_finding(f"rank {words.index(-1)} could not reserve its memory")
+        return False
+
+    def shut_down(self, patience_s: float) -> None:
+        """Stop the threads, see `RunningEngine.shut_down`."""
+        if self.running is not None:
+            self.running.shut_down(patience_s)
+        else:
+            self.session.ending = True
+
+    def wait_ended(self, patience_s: float) -> bool:
+        """Wait for the threads, once neither links nor the agent block them. Return whether all have ended.
+
+        Python aborts if it exits while a thread is at work in torch.
+
+        Args:
+            patience_s: Longest wait in seconds.
+        """
+        return self.running is None or self.running.wait_ended(patience_s)
+
+
+class RunningEngine:
+    """The threads that copy, send and receive, with the controller that schedules them.
+
+    Attributes:
+        plan: The plan that is followed now.
+        replicator: Sender of this rank's shard to its holders.
+        receivers: Receivers of other ranks' shards.
+        controller: Schedule of versions and chunks.
+        driver: Copies from GPU to GPU, if NCCL is in use.
+        arming: Thread that reserves the memory and starts the others.
+    """
+
+    def __init__(self, engine: SaveEngine, first: FirstPlan, frozen: Frozen) -> None:
+        session, plan, over, transport = engine.session, first.plan, engine.over, engine.transport
+        self._session, self._engine, self.plan = session, engine, plan
+        self.driver: Driver | None = None
         replicates: Callable[..., Replicator] = Replicator
         outboxes: Mapping[int, Outbox] = {}
-        if (over := self._over) is not None:
-            self.driver = over.drive(self._traffic, plan.capture, self.pacer)
+        if over is not None:
+            self.driver = over.drive(engine.traffic, plan.capture, engine.pacer)
+            session.on_lost.append(self.driver.on_protection_lost)
             replicates, outboxes = over.replicator, over.build_outboxes()
         elif transport is not None:
             outboxes = {rank: transport.build_outbox(rank) for rank in session.outgoing}
@@ -184,14 +222,16 @@ class SaveEngine:
             session,
             plan,
             dict(outboxes),
-            self.pacer,
-            max_repeated=self._max_repeated,
+            engine.pacer,
+            max_repeated=engine.max_repeated,
             catch_up=self._map_larger_slots,
-            pins=self._create_pins(plan) if self.driver is None else None,
+            pins=self._create_pins() if over is None else None,
         )
-        if self.driver is None:
-            self.planning.allow_replanning(first.gathered, plan.alone)
-        self.controller = self._create_controller(plan, self.replicator)
+        if over is None:
+            engine.planning.allow_replanning(first.gathered, plan.alone, self.adopt_plan)
+        self._parity: StripeParity | None = None
+        self.receivers: list[Receiver | Reserved] = []
+        self.controller = self._create_controller()
         if session.redundancy.parity:
             self._parity = StripeParity(session)
             session.on_rejoin.append(self._parity.register_anew)
@@ -201,25 +241,21 @@ class SaveEngine:
             reserved = [Reserved(session, rank) for rank in session.incoming]
             self.receivers = [*reserved]
             self.replicator.adopt_replicas([Replica(session, one, self._record_difference) for one in reserved])
-        if plan.live and self.frozen is not None and self.driver is None:
-            self._rescuer = Rescuer(session, self.frozen, self._hurry_copy, self._get_own_and_capture)
-        self._report_live_nodes(plan)
+        self._rescuer: Rescuer | None = None
+        if plan.live and over is None:
+            self._rescuer = Rescuer(session, frozen, self._hurry_copy, lambda: self.plan)
+        self._report_live_nodes()
         if session.welcome.replicas == 1 and len(set(session.homes)) > 1:
             session.say_once(_ONE_LIVES if self._rescuer is not None else _ONE_ALONE)
         if self.driver is not None:
             keepers = {r.rank: r for r in self.receivers}
             self.driver.open({session.rank: self.replicator, **keepers})
-        self._arming = threading.Thread(
-            target=self._reserve, args=(plan.layout.total, first.totals), name="gemini-arming", daemon=True
-        )
-        self._arming.start()
+        self.arming = threading.Thread(target=self._reserve, args=(first.totals,), name="gemini-arming", daemon=True)
+        self._listening = False
 
-    def _create_pins(self, plan: Plan) -> Pins | None:
-        """Return the pinned buffers for copies from a device, or None.
-
-        For copies over NCCL the driver has its own.
-        """
-        pin = pins.choose_pin(plan.capture.device)
+    def _create_pins(self) -> Pins | None:
+        """Return the pinned buffers for copies from a device, or None."""
+        pin = pins.choose_pin(self.plan.capture.device)
 
         def report_refusal(reason: str) -> None:
             slow = f"copies from the device are slow, because they pass through other memory: {reason}"
@@ -229,15 +265,13 @@ class SaveEngine:
 
         return Pins(pin, report_refusal) if pin is not None else None
 
-    def _create_controller(self, plan: Plan, replicator: Replicator) -> IntervalController:
-        session, homes = self._session, self._session.homes
-        assert session.client is not None
-        on_device = plan.capture.on_device
-        places = dict(zip(self._ranks.members, homes, strict=True))
+    def _create_controller(self) -> IntervalController:
+        session, engine, over, on_device = self._session, self._engine, self._engine.over, self.plan.capture.on_device
+        places = dict(zip(engine.ranks.members, session.homes, strict=True))
         monitor = CollectiveMonitor(
             lambda ranks: len({places.get(rank, -1 - rank) for rank in ranks}) != 1,
             device=streams.choose_streams(on_device),
-            savers=frozenset(self._ranks.members),
+            savers=frozenset(engine.ranks.members),
         )
         session.collectives = lambda: Progress(
             launched=monitor.launched,
@@ -245,78 +279,69 @@ class SaveEngine:
             usual=monitor.launched_before,
             collective=monitor.newest,
         )
-        planner: Callable[..., Planner] = partial(Planner, whole=self._pushed, on_host=not on_device)
-        if self._over is not None:
-            planner = self._over.install_planner(monitor)
-        group, words = self._group, None
-        if group is not None and session.world > 1:
-            words = AsyncCollectives(group, monitor.track_round, monitor.has_caught_up)
+        planner: Callable[..., Planner] = partial(Planner, whole=engine.pushed, on_host=not on_device)
+        if over is not None:
+            planner = over.install_planner(monitor)
+        words = None
+        if engine.group is not None:
+            words = AsyncCollectives(engine.group, monitor.track_round, monitor.has_caught_up)
         return IntervalController(
-            self._traffic,
-            session.rank,
-            session.outgoing,
-            self._compute_copy_bytes(plan),
+            session,
+            engine.traffic,
+            self._compute_copy_bytes(),
             words,
             monitor,
-            self.pacer,
-            StatsReporter(session.client, session.name, session.rank, self._build_profile_key(plan)),
-            session.say,
+            engine.pacer,
+            StatsReporter(session.require_agent(), session.name, session.rank, self._build_profile_key()),
             planner,
             self.driver,
-            self.planning.replanning,
-            lambda: replicator.copy_bytes,
-            transport="host" if self._pushed else "gloo" if self._over is not None else "none",
-            seal=lambda: session.gate.seal,
-            cpu=lambda: session.gate.cpu,
-            dearest=partial(find_dearest, self._stateful),
+            engine.planning.replanning,
+            lambda: self.replicator.copy_bytes,
+            transport="host" if engine.pushed else "gloo" if over is not None else "none",
+            dearest=partial(find_dearest, engine.stateful),
         )
 
-    def _build_profile_key(self, plan: Plan) -> str:
+    def _build_profile_key(self) -> str:
         """Return the key under which a training profile is stored.
 
         The key uses places, not node names: a replacement is a node of the same kind. If it is not, the profile does
         not hold.
         """
         over = "nccl " if self.driver is not None else ""
-        return stats_messages.build_profile_key(over + plan.packed.hex(), map(str, self._session.homes))
+        return stats_messages.build_profile_key(over + self.plan.packed.hex(), map(str, self._session.homes))
 
-    def _compute_copy_bytes(self, plan: Plan) -> int:
+    def _compute_copy_bytes(self) -> int:
         """Return the network bytes of one copy.
 
         With parity, return the average bytes that go to one other rank of the group.
         """
-        stays = plan.frozen_bytes if self._pushed else 0
-        whole = plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
+        stays = self.plan.frozen_bytes if self._engine.pushed else 0
+        whole = self.plan.layout.small_offset + self.plan.layout.small_capacity // 2 - stays
         if self._parity is None:
             return whole
         return whole * self._session.redundancy.parity // len(self._session.outgoing)
 
-    def _report_live_nodes(self, plan: Plan) -> None:
+    def _report_live_nodes(self) -> None:
         """Report to the agent the nodes whose ranks have this rank's shard in their tensors."""
+        if self._rescuer is None:
+            return
         session = self._session
-        self._own = plan.own
-        nodes = sorted({session.homes[rank] for rank in plan.live} - {session.node_rank})
+        nodes = sorted({session.homes[rank] for rank in self.plan.live} - {session.node_rank})
         after = [n for n in nodes if n > session.node_rank]
-        nearest = tuple([*after, *(n for n in nodes if n < session.node_rank)][: local.MAX_LIVE_NODES])
-        if self._rescuer is not None:
-            self._rescuer.report_live_replicas(nearest)
+        nearest = [*after, *(n for n in nodes if n < session.node_rank)][: local.MAX_LIVE_NODES]
+        self._rescuer.report_live_replicas(tuple(nearest))
 
     def _hurry_copy(self, job: CaptureJob) -> None:
         """Hurry the copy of a version. Called from the rescuer's thread."""
         job.urgent = job.wanted = True
-        self.pacer.hurry()
+        self._engine.pacer.hurry()
 
-    def _get_own_and_capture(self) -> tuple[Mapping[str, Own], Capture]:
-        assert self.planning.capture is not None
-        return self._own, self.planning.capture
-
-    def _adopt_plan(self, plan: Plan) -> None:
+    def adopt_plan(self, plan: Plan) -> None:
         """Follow another plan, from the next version on."""
-        assert self.replicator is not None
+        self.plan = plan
         self.replicator.adopt_plan(plan)
-        self._report_live_nodes(plan)
-        if self.controller is not None:
-            self.controller.resize(self._compute_copy_bytes(plan), self._build_profile_key(plan))
+        self._report_live_nodes()
+        self.controller.resize(self._compute_copy_bytes(), self._build_profile_key())
 
     def _map_larger_slots(self) -> None:
         for receiver in self.receivers:
@@ -327,19 +352,17 @@ class SaveEngine:
     def _record_difference(self, why: str) -> None:
         """Record that a copy made here differs from its home's shard. Called from the saving thread."""
         self._session.record_incident("differs", self._session.version, why)
-        if self.planning.replanning is not None:
-            self.planning.replanning.request_comparison()
+        if self._engine.planning.replanning is not None:
+            self._engine.planning.replanning.request_comparison()
 
     # ---- memory ----------------------------------------------------------------------------------------
 
-    def _reserve(self, own_bytes: int, totals: list[int]) -> None:
-        """Reserve and map the memory of all shards that this rank fills. Runs in the background.
+    def _reserve(self, totals: list[int]) -> None:
+        """Reserve and map the memory of all shards that this rank fills, and start the threads.
 
         The slots that no version fills at first are mapped last, when the training is protected already.
         """
-        session = self._session
-        assert self.replicator is not None
-        on_device = self.planning.capture is not None and self.planning.capture.on_device
+        session, on_device = self._session, self.plan.capture.on_device
         mappings, later = SlotMappings(), list[TensorSlot]()
 
         def add(shard: TensorShard) -> TensorShard:
@@ -353,7 +376,7 @@ class SaveEngine:
 
         try:
             try:
-                shards = [add(register(session, session.rank, own_bytes))]
+                shards = [add(register(session, session.rank, totals[session.rank]))]
                 if self._parity is not None:
                     self._parity.reserve(totals)
                 for receiver in self.receivers:
@@ -386,7 +409,6 @@ class SaveEngine:
         A thread that starts waiting for others after the end would still be blocked when Python exits, and Python
         would abort the process.
         """
-        assert self.replicator is not None
         with self._session.verdict.lock:
             if self._session.ending:
                 return False
@@ -404,7 +426,7 @@ class SaveEngine:
 
         After a resume, the memory mapped again may hold the version resumed from.
         """
-        known = self.own_copy
+        known = self._engine.own_copy
         for slot in shard.slots:
             if known.digest and slot.bytes.numel() >= known.used:
                 try:
@@ -415,26 +437,6 @@ class SaveEngine:
                 if taken or header.stamp == (known.epoch, known.version):
                     slot.content = Content(known.epoch, known.version, known.used, known.digest)
 
-    def arm(self) -> bool:
-        """Agree that memory is reserved everywhere, and return whether the training is protected now.
-
-        Collective, in each `step()` until memory is reserved everywhere. All ranks then begin with the same version:
-        a version that some ranks skip can never be sealed.
-        """
-        session, verdict = self._session, self._session.verdict
-        words = [verdict.vote]
-        if session.world > 1:
-            words = collectives.gather_word(verdict.vote, self._group)
-        if all(word == 1 for word in words):
-            if verdict.record_ready():
-                session.state = "protected"
-            return session.protected
-        if -1 in words:
-            session.state = "unprotected"
-            if not verdict.reject():
-                session.record_finding(f"rank {words.index(-1)} could not reserve its memory")
-        return False
-
     # ---- the end ---------------------------------------------------------------------------------------
 
     def shut_down(self, patience_s: float) -> None:
@@ -443,28 +445,24 @@ class SaveEngine:
         Args:
             patience_s: Seconds for the peaceful part.
         """
-        deadline = clock.monotonic() + patience_s
+        deadline, transport, over = clock.monotonic() + patience_s, self._engine.transport, self._engine.over
+        self.controller.close()
         if self.driver is not None:
             self.driver.finish(in_peace=patience_s > 0)
-        if self._arming is not None:
-            self._arming.join(patience_s)
+        if self.arming.is_alive():
+            self.arming.join(patience_s)
         with self._session.verdict.lock:
             self._session.ending = True
-            quiet = patience_s > 0 and (self._arming is None or self._listening)
-        self.pacer.end()
-        if self.replicator is not None:
-            quiet = self.replicator.stop(max(0.0, deadline - clock.monotonic())) and quiet
+            quiet = patience_s > 0 and self._listening
+        self._engine.pacer.end()
+        quiet = self.replicator.stop(max(0.0, deadline - clock.monotonic())) and quiet
         for receiver in self.receivers:
             quiet = receiver.join(max(0.0, deadline - clock.monotonic())) and quiet
         if not quiet:
-            if self.transport is not None:
-                self.transport.interrupt()
-            if self._over is not None:
-                self._over.interrupt()
-            if self.driver is not None:
-                self.driver.interrupt()
-            if self.replicator is not None:
-                self.replicator.stop(1.0)
+            for part in (transport, over, self.driver):
+                if part is not None:
+                    part.interrupt()
+            self.replicator.stop(1.0)
             for receiver in self.receivers:
                 receiver.join(1.0)
         if self._rescuer is not None:
@@ -473,21 +471,14 @@ class SaveEngine:
             self.driver.close()
 
     def wait_ended(self, patience_s: float) -> bool:
-        """Wait for the threads, once neither links nor the agent block them. Return whether all have ended.
-
-        Python aborts if it exits while a thread is at work in torch.
-
-        Args:
-            patience_s: Longest wait in seconds.
-        """
+        """Wait for the threads, see `SaveEngine.wait_ended`."""
         deadline = clock.monotonic() + patience_s
 
         def count_seconds_left() -> float:
             return max(0.0, deadline - clock.monotonic())
 
-        if self._arming is not None:
-            self._arming.join(count_seconds_left())
-        ended = self._arming is None or not self._arming.is_alive()
-        ended = (self.replicator is None or self.replicator.stop(count_seconds_left())) and ended
+        if self.arming.is_alive():
+            self.arming.join(count_seconds_left())
+        ended = self.replicator.stop(count_seconds_left()) and not self.arming.is_alive()
         ended = (self._rescuer is None or self._rescuer.close(count_seconds_left())) and ended
         return all(receiver.join(count_seconds_left()) for receiver in self.receivers) and ended

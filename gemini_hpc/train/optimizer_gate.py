@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.train.device import graphs
-from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.engine import RunningEngine, SaveEngine
 from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.state.tree import StateTree
@@ -131,9 +131,10 @@ class OptimizerGate:
 
     def fence(self) -> None:
         """Wait until the copy of the last version no longer reads the tensors."""
-        if self._session.protected and self.job is not None:
-            if self._engine.driver is not None:
-                self._engine.driver.fence()
+        running = self._engine.running
+        if self._session.protected and self.job is not None and running is not None:
+            if running.driver is not None:
+                running.driver.fence()
             self.wait_until_left(self.job)
 
     def on_capture(self) -> None:
@@ -186,36 +187,39 @@ class OptimizerGate:
         session = self._session
         self.passed = True
         began, failing_s = time.perf_counter(), session.guard.waited_s
-        job, controller = self.job, self._engine.controller
-        if controller is not None:
-            controller.record_gate_reached()
+        job, running = self.job, self._engine.running
+        if running is not None:
+            running.controller.record_gate_reached()
         if job is None and self.resumed_from is not None:
             # The chosen version may not have been sealed: until it is, it must not become the past (R2).
             session.gate.wait_for(self.resumed_from, lambda: not session.protected)
-        elif self.forgone == session.version and controller is not None:
-            self._wait_for_others(controller.patience_s)
-        elif job is not None and controller is not None:
-            self.wait_until_left(job)
-            if job.version == session.version:
-                controller.record_copy_wait(time.perf_counter() - began)
-            capture = self._engine.planning.capture
-            assert capture is not None
-            if job.version == session.version:
-                changed = capture.audit(job)
-                for key in changed if not job.hopeless else ():  # a void version is reported already
-                    session.record_incident(
-                        "changed", job.version, f"{key} changed between step() and the optimizer's step"
-                    )
-            if controller.is_due(job.version):
-                self.wait_for_seal(job, time.perf_counter() - began)
-        if controller is not None and controller.scheme != "none" and session.protected:
+        elif running is not None and self.forgone == session.version:
+            self._wait_for_others(running.controller.patience_s)
+        elif running is not None and job is not None:
+            self._wait_for_job(running, job, began)
+        if running is not None and running.controller.scheme != "none" and session.protected:
             if session.guard.is_leaving():
                 self._stand_by(job)
-            session.guard.wait_for_seal(self._find_indispensable(max(controller.repeats, self._max_repeated)))
+            repeats = max(running.controller.repeats, self._max_repeated)
+            session.guard.wait_for_seal(self._find_indispensable(repeats))
         spent = time.perf_counter() - began
-        if controller is not None:
-            controller.record_wait(spent, spent - (session.guard.waited_s - failing_s))
+        if running is not None:
+            running.controller.record_wait(spent, spent - (session.guard.waited_s - failing_s))
         self._times.record_wait(spent)
+
+    def _wait_for_job(self, running: RunningEngine, job: CaptureJob, began: float) -> None:
+        """Wait until the copy no longer reads the tensors, and for the seal if the version is due."""
+        session = self._session
+        self.wait_until_left(job)
+        if job.version == session.version:
+            running.controller.record_copy_wait(time.perf_counter() - began)
+            changed = running.plan.capture.audit(job)
+            for key in changed if not job.hopeless else ():  # a void version is reported already
+                session.record_incident(
+                    "changed", job.version, f"{key} changed between step() and the optimizer's step"
+                )
+        if running.controller.is_due(job.version):
+            self.wait_for_seal(running, job, time.perf_counter() - began)
 
     def _wait_for_others(self, patience_s: float) -> None:
         """Wait until the other ranks have given up this version, too.
@@ -265,16 +269,17 @@ class OptimizerGate:
         if not job.left.is_set() and not job.cancel():
             job.left.wait()  # a copy in memory is in progress: it ends
 
-    def wait_for_seal(self, job: CaptureJob, waited_s: float = 0.0) -> None:
+    def wait_for_seal(self, running: RunningEngine, job: CaptureJob, waited_s: float = 0.0) -> None:
         """Wait until this version is sealed, before the training goes on (R2).
 
         The wait is bounded: see `SealGate.wait`.
 
         Args:
+            running: The running engine.
             job: The version.
             waited_s: Seconds that this optimizer step has already waited, for the copy. They are part of the bound.
         """
-        session, gate, pacer = self._session, self._session.gate, self._engine.pacer
+        session, gate, pacer, controller = self._session, self._session.gate, self._engine.pacer, running.controller
         job.hurried = True
         pacer.record_wait()
         if not session.protected or self.late:
@@ -283,8 +288,6 @@ class OptimizerGate:
             if job.hopeless and not gate.degraded:
                 gate.record_miss(job.version)
             return
-        controller = self._engine.controller
-        assert controller is not None
         controller.begin_seal_wait()
         self.late = not gate.wait(
             job.version,

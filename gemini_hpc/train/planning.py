@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from gemini_hpc.client.session import RankSession
-from gemini_hpc.format.slot_header import SlotLayout
 from gemini_hpc.train.schedule.replanning import Replanning
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives, ownership
@@ -33,7 +33,6 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         ready: The rank has all its tensors now.
-        word: Message for the part that carries the copies.
         told: Sentences for the user, as for `Session.say_shared`.
     """
 
@@ -41,7 +40,6 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     problem: str = ""
     entries: list[TensorEntry] = []
     total_bytes: int = 0
-    word: bytes = b""
     told: list[str] = []
 
 
@@ -57,16 +55,13 @@ class FirstPlan:
         plan: This rank's plan.
         gathered: The tensors of every rank.
         totals: Bytes of every rank's slot.
+        tensors: This rank's parts of the tensors.
     """
 
     plan: Plan
     gathered: list[list[TensorEntry]]
     totals: list[int]
-
-
-# Connects copies from GPU to GPU on all ranks, or on none, and returns the reason for none ("" otherwise).
-# Arguments: the tensors, their layout in the slot, and a function that returns every rank's message for its own.
-Join = Callable[[list[torch.Tensor], SlotLayout, Callable[[bytes], list[bytes]]], str]
+    tensors: list[torch.Tensor]
 
 
 class Planning:
@@ -79,7 +74,6 @@ class Planning:
         traffic: Traffic,
         dealt: ownership.Ownership,
         group: Callable[[], dist.ProcessGroup | None],
-        follow: Callable[[Plan], None],
     ) -> None:
         """Create the planning of one rank.
 
@@ -89,10 +83,9 @@ class Planning:
             traffic: Settings of how the copies travel.
             dealt: Division of replicated state among the ranks.
             group: Returns the group of the ranks' control messages, once it exists.
-            follow: Called with each later plan.
         """
         self._session, self._tree, self._transport, self._dealt = session, tree, traffic.transport, dealt
-        self._group, self._follow = group, follow
+        self._group = group
         self.capture: Capture | None = None
         self.kept_capacity = 0  # capacity for the small state in the version that was resumed from
         self.replanning: Replanning | None = None
@@ -114,7 +107,6 @@ class Planning:
         failure: Exception | None,
         *,
         ready: bool,
-        join: Join | None,
         uncaptured: Uncaptured,
     ) -> FirstPlan | None:
         """Plan the owners and the layout with all ranks, and return the plan, or None if a rank is not ready.
@@ -126,7 +118,6 @@ class Planning:
             odd: Optimizer state that is no tensor, by (optimizer, parameter, name).
             failure: An earlier failure on this rank.
             ready: This rank's state is complete.
-            join: Called at the end; None if copies do not go from GPU to GPU.
             uncaptured: Findings to report together.
 
         Raises:
@@ -165,9 +156,7 @@ class Planning:
         self.capture, self._layout_bytes, self._apart = plan.capture, total_bytes, plan.alone
         for recorder in self._tree.ddps:
             recorder.stop()
-        if join is not None:
-            self._join(join, leaves, plan.layout)
-        return FirstPlan(plan, gathered, totals)
+        return FirstPlan(plan, gathered, totals, [get_local(leaf.tensor) for leaf in leaves])
 
     def _lay_out(
         self,
@@ -187,16 +176,6 @@ class Planning:
             least_bytes=least_bytes,
             apart=apart,
         )
-
-    def _join(self, join: Join, leaves: list[Leaf], layout: SlotLayout) -> None:
-        """Let copies go over NCCL, or report once why they do not. Collective."""
-
-        def gather_words(word: bytes) -> list[bytes]:
-            return [offer.word for offer in self._exchange_offers(_Offer(word=word), None)]
-
-        if reason := join([get_local(leaf.tensor) for leaf in leaves], layout, gather_words):
-            self._session.record_finding(f"transport: {reason}")
-            self._session.say_once(f"copies go over host, not over NCCL: {reason}")
 
     def _exchange_offers(self, offer: _Offer, failure: Exception | None) -> list[_Offer]:
         """Exchange offers with all ranks and return every rank's offer. Collective.
@@ -221,16 +200,23 @@ class Planning:
 
     # ---- planning anew ---------------------------------------------------------------------------------
 
-    def allow_replanning(self, gathered: list[list[TensorEntry]], alone: frozenset[str]) -> Replanning:
-        """Allow that another plan follows the current one from now on."""
+    def allow_replanning(
+        self, gathered: list[list[TensorEntry]], alone: frozenset[str], follow: Callable[[Plan], None]
+    ) -> None:
+        """Allow that another plan follows the current one from now on.
+
+        Args:
+            gathered: The tensors of every rank.
+            alone: Keys of tensors that are each rank's own.
+            follow: Called with each later plan.
+        """
         self.replanning = Replanning(
             Divergence(gathered, alone, self._session.rank),
             offer=self._offer_plan,
-            adopt=self._adopt_plan,
+            adopt=partial(self._adopt_plan, follow),
             lose=self._session.end_protection,
             tensors=self._collect_tensors,
         )
-        return self.replanning
 
     def request_plan(self, tensors: Iterable[torch.Tensor], misfits: Sequence[str] = (), *, agrees: bool) -> None:
         """Request another plan for tensors that have no place in the present one.
@@ -311,15 +297,15 @@ class Planning:
             offer = _Offer(problem=f"rank {self._session.rank}: {error}")
         return msgspec.msgpack.encode(offer)
 
-    def _adopt_plan(self, offered: Sequence[bytes]) -> None:
+    def _adopt_plan(self, follow: Callable[[Plan], None], offered: Sequence[bytes]) -> None:
         """Adopt the new plan from the next version on. Never raises."""
         try:
-            self._adopt_offers(offered)
+            self._adopt_offers(follow, offered)
         except Exception as error:
             known = isinstance(error, _OfferError)
             self._session.end_protection(str(error) if known else f"{type(error).__name__}: {error}")
 
-    def _adopt_offers(self, offered: Sequence[bytes]) -> None:
+    def _adopt_offers(self, follow: Callable[[Plan], None], offered: Sequence[bytes]) -> None:
         session, replanning = self._session, self.replanning
         assert replanning is not None and self._layout_bytes
         draft, self._draft = self._draft, None
@@ -342,7 +328,7 @@ class Planning:
             plan.capture.learn_from(self.capture)
         self._apart = plan.alone
         self.capture, self._layout_bytes = plan.capture, plan.layout.total
-        self._follow(plan)
+        follow(plan)
         replanning.set_divergence(Divergence(gathered, plan.alone, session.rank))
         session.record_finding(f"version {session.version}: new plan: {replanning.reason}")
         session.say_once(f"new plan from version {session.version} on: {replanning.reason}")

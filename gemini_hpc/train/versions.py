@@ -8,10 +8,11 @@ from typing import Any
 from gemini_hpc import clock
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.core.moments import UNKNOWN, Moment
-from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.engine import RunningEngine, SaveEngine
 from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.optimizer_gate import OptimizerGate
-from gemini_hpc.train.state.capture import Capture, CaptureJob
+from gemini_hpc.train.schedule.interval_controller import IntervalController
+from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.source import StateChangedError
@@ -153,63 +154,60 @@ class Versions:
                 leaves, odd = self._tree.find_leaves()
         except Exception as error:
             failure = error
-        moment = engine.controller.read_moment() if engine.controller is not None else Moment(UNKNOWN)
+        running = engine.running
+        moment = running.controller.read_moment() if running is not None else Moment(UNKNOWN)
         # collectives come first, and on every rank, whatever this rank's own state is
         if session.verdict.awaited:
             try:
                 ready = self.resumed or (complete and self._gate.stepped)
                 with self._meetings.watch("step()"):
-                    agreed = self._begin_protection(leaves, odd, failure, ready=ready)
-                if not agreed:
-                    return
+                    running = self._begin_protection(leaves, odd, failure, ready=ready)
             except Exception:
                 session.verdict.fall_back()  # a plan fails on all ranks or on none; no other collective follows
                 raise
-        if engine.controller is not None:
-            engine.controller.step(session.version, engine.under_way)
+        if running is None:
+            return
+        running.controller.step(session.version, engine.under_way)
         if failure is not None:
             raise failure
         engine.planning.replan_alone()
-        capture, controller = engine.planning.capture, engine.controller
-        assert capture is not None and engine.replicator is not None and controller is not None
-        saves = controller.saves(session.version)
+        saves = running.controller.saves(session.version)
         if not complete:
             session.count_unsaved("unstepped")
-            self._owed = self._owed or (saves and engine.driver is None)
+            self._owed = self._owed or (saves and running.driver is None)
             return
         owed, self._owed = self._owed, False
         if saves or owed:
-            self._capture(capture, moment)
+            self._capture(running, moment)
 
     def _begin_protection(
         self, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], failure: Exception | None, *, ready: bool
-    ) -> bool:
+    ) -> RunningEngine | None:
         """Plan, start, and check that all ranks could start. Collective, until the ranks have one verdict.
 
-        Return whether the training is protected now.
+        Return the running engine if the training is protected now, else None.
         """
         session, engine = self._session, self._engine
         if engine.planning.capture is None:
-            first = engine.planning.plan_first(
-                leaves, odd, failure, ready=ready, join=engine.join, uncaptured=self._uncaptured
-            )
+            first = engine.planning.plan_first(leaves, odd, failure, ready=ready, uncaptured=self._uncaptured)
             if first is None:
-                return False
+                return None
             try:
-                engine.start(first)
+                engine.start(first, self._gate.freeze_optimizers)
             except Exception as error:  # the other ranks go on to `arm`
                 session.end_protection(f"{type(error).__name__}: {error}")
         elif failure is not None:
             session.end_protection(f"{type(failure).__name__}: {failure}")
-        return engine.arm()
+        return engine.running if engine.arm() else None
 
-    def _capture(self, capture: Capture, moment: Moment) -> None:
-        session, engine, planning = self._session, self._engine, self._engine.planning
+    def _capture(self, running: RunningEngine, moment: Moment) -> None:
+        session, planning = self._session, self._engine.planning
+        capture, controller = running.plan.capture, running.controller
         began, mark = clock.monotonic(), capture.mark()
         leaves, odd = self._tree.find_leaves()
         late, misfits = capture.bind(leaves)
         if misfits:
-            self._skip_mismatched(misfits)
+            self._skip_mismatched(controller, misfits)
             return
         planning.record_fit()
         if late and "late" not in session.unsaved:
@@ -218,11 +216,11 @@ class Versions:
                 f"rank {session.rank}: {len(late)} tensors appeared after the first step (such as {late[0].key}); "
                 "they are copied at step()"
             )
-        if engine.driver is not None:
-            engine.driver.flush_copy()
-        if self._skip_if_early():
+        if running.driver is not None:
+            running.driver.flush_copy()
+        if self._skip_if_early(controller):
             return
-        defers = capture.defers if engine.driver is None else defers_nothing
+        defers = capture.defers if running.driver is None else defers_nothing
         try:
             small = self._tree.pack_small(odd, late, session.world, capture.lifted.has_place, defers)
         except NotGivenError as error:
@@ -235,7 +233,7 @@ class Versions:
             large = [tensor for name, tensor in small.unplanned.items() if name not in planning.unlifted]
             large += [leaf.tensor for leaf in late if leaf.key not in planning.unplanned]
             planning.request_plan(
-                large, [f"{name} is gone from the training state" for name in gone], agrees=engine.ranks_agree
+                large, [f"{name} is gone from the training state" for name in gone], agrees=controller.agrees
             )
         if gone:
             session.record_incident(
@@ -247,34 +245,33 @@ class Versions:
         job = self._gate.job = capture.begin_job(session.version, small.data, audit, small.gaps)
         job.moment = moment
         self._gate.late = self._crowded = False
-        assert engine.replicator is not None and engine.controller is not None
-        engine.controller.record_capture(began, mark, job)
+        controller.record_capture(began, mark, job)
         self._ship(job)
-        engine.replicator.submit(job)
-        if engine.controller.scheme == "blocking":
-            self._gate.wait_for_seal(job)
+        running.replicator.submit(job)
+        if controller.scheme == "blocking":
+            self._gate.wait_for_seal(running, job)
 
-    def _skip_if_early(self) -> bool:
+    def _skip_if_early(self, controller: IntervalController) -> bool:
         """Return whether this version is skipped because the previous one is still being sent."""
         session, engine, late, job = self._session, self._engine, self._gate.late, self._gate.job
-        assert engine.controller is not None
         left = job is None or job.left.is_set()
         crowded = engine.under_way and (session.gate.degraded or not left or late)
-        waits = self._crowded and not engine.controller.saves_one_in(_TOGETHER, session.version)
+        waits = self._crowded and not controller.saves_one_in(_TOGETHER, session.version)
         if not (crowded or (session.gate.degraded and waits)):
             return False
         # all ranks must come to skip the same versions, or none is ever sealed again
         self._crowded = True
-        quiet_s = engine.controller.compute_quiet_s(session.seal_timeout_s)
+        quiet_s = controller.compute_quiet_s(session.seal_timeout_s)
         if late and clock.monotonic() - engine.pacer.progress_at > quiet_s:
             session.gate.degrade(f"version {job.version if job else 0} makes no more progress")
         session.record_incident("skipped", session.version, "the version before this one is still on its way")
         return True
 
-    def _skip_mismatched(self, misfits: Mapping[str, str]) -> None:
+    def _skip_mismatched(self, controller: IntervalController, misfits: Mapping[str, str]) -> None:
         """Skip versions while tensors differ from the plan, until the state is divided again.
 
         Args:
+            controller: The controller of the versions.
             misfits: Reasons by tensor name.
 
         Raises:
@@ -282,7 +279,7 @@ class Versions:
         """
         session, planning = self._session, self._engine.planning
         why = next(iter(misfits.values()))
-        planning.request_plan((), (why,), agrees=self._engine.ranks_agree)
+        planning.request_plan((), (why,), agrees=controller.agrees)
         if planning.record_mismatches(misfits):
             session.say(f"rank {session.rank}: version {session.version} skipped: {why}; making a new plan")
         session.count_unsaved("skipped")
@@ -294,11 +291,13 @@ class Versions:
 
         Only the first call in a `step()` counts.
         """
-        session, driver, controller = self._session, self._engine.driver, self._engine.controller
-        if driver is None or controller is None or session.verdict.awaited or not session.protected:
+        session, running = self._session, self._engine.running
+        driver = running.driver if running is not None else None
+        if running is None or driver is None or session.verdict.awaited or not session.protected:
             return
         try:
-            saved, following = controller.saves(session.version), controller.saves(session.version + 1)
+            saves = running.controller.saves
+            saved, following = saves(session.version), saves(session.version + 1)
             driver.step(session.version, job, saved=saved, following=following)
         except Exception as error:  # our own failure must not stop the training
             driver.fail(f"{type(error).__name__}: {error}")

@@ -23,6 +23,7 @@ from gemini_hpc.train.schedule.traffic import Traffic
 
 from .fake_agent import FakeJob
 from .launch import Run
+from .rank_session import rank_session
 from .stopped_clock import Time
 from .test_checkpointer import wait_armed
 from .worker import Replay
@@ -126,15 +127,13 @@ class Paced:
     def __init__(self, time: Time, **traffic: Any) -> None:
         self.time, self.said, self.version = time, list[str](), 0
         self.controller = IntervalController(
+            rank_session(self.said.append),
             Traffic(**traffic),
-            0,
-            [],
             0,
             None,
             CollectiveMonitor(lambda ranks: True),
             Pacer(1 << 20, 4),
             SimpleNamespace(send_summary=lambda state, now: state()),  # type: ignore[arg-type]
-            self.said.append,
             transport="none",
             dearest=lambda seconds: "extra.replay",
         )

@@ -17,6 +17,7 @@ from gemini_hpc.train.schedule.interval_controller import Agreed, IntervalContro
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.traffic import Traffic
 
+from .rank_session import rank_session
 from .stopped_clock import Time
 
 
@@ -63,18 +64,14 @@ class Training:
         rounds = Rounds(len(self.sealed_s))
         self.controllers = [
             IntervalController(
+                rank_session(self.said.append, rank, seal=self._seal, cpu=cpu[rank]),
                 Traffic(**traffic),
-                rank,
-                [],
                 0,
                 rounds.of(rank) if len(self.sealed_s) > 1 else None,
                 CollectiveMonitor(lambda ranks: True),
                 Pacer(1 << 20, 4),
                 SimpleNamespace(send_summary=lambda state, now: state()),  # type: ignore[arg-type]
-                self.said.append,
                 transport="none",
-                seal=self._seal,
-                cpu=lambda rank=rank: cpu[rank],
             )
             for rank in range(len(self.sealed_s))
         ]
@@ -315,17 +312,14 @@ class Sending:
             read_maxima=self._end,
         )
         self.controller = IntervalController(
+            rank_session(lambda text: None, outgoing=[1], seal=lambda: self.sealed),
             Traffic(),
-            0,
-            [1],
             1 << 20,
             cast(Any, self._link),
             CollectiveMonitor(lambda ranks: True),
             self.pacer,
             cast(Any, SimpleNamespace(send_summary=lambda state, now: state(), recall=lambda: None)),
-            lambda text: None,
             transport="host",
-            seal=lambda: self.sealed,
         )
 
     def _begin(self, words: Sequence[Any]) -> None:

@@ -218,7 +218,7 @@ def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: Fak
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             ckpt.step()
-            while ckpt._session.verdict.vote == 0 or (ckpt._engine.replicator and ckpt._engine.replicator.busy):
+            while ckpt._session.verdict.vote == 0 or ckpt._engine.under_way:
                 wait_a_little()
 
         while ckpt.version < 4:
@@ -227,8 +227,9 @@ def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: Fak
         job.seal_until = 4
         growing.data = b"x" * 600_000
         step()
-        keeper = ckpt._engine.replicator
-        assert keeper is not None and len(keeper.former) == 1
+        assert ckpt._engine.running is not None
+        keeper = ckpt._engine.running.replicator
+        assert len(keeper.former) == 1
         job.nodes[0].die()
         for held in job.ancestors:
             for fd in held.fds:
@@ -296,8 +297,9 @@ def test_the_wait_for_a_copy_is_part_of_the_wait_for_its_seal(job: FakeJob, monk
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bounds_s: list[float] = []
     with gemini.Checkpointer(model, optimizer) as ckpt:
-        held, controller = train_until_captured(ckpt, model, optimizer), ckpt._engine.controller
-        assert controller is not None
+        held = train_until_captured(ckpt, model, optimizer)
+        assert ckpt._engine.running is not None
+        controller = ckpt._engine.running.controller
         held.left.clear()  # as if the copy took 0.3 s longer
         monkeypatch.setattr(controller, "is_due", lambda version: True)
         monkeypatch.setattr(type(controller), "patience_s", 5.0)

@@ -11,7 +11,7 @@ import pytest
 
 from gemini_hpc.client.agent_connection import AgentRefused
 from gemini_hpc.train import engine
-from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.engine import RunningEngine
 
 MOST_S = 10.0
 
@@ -61,7 +61,7 @@ class Reserving:
         self._engine = SimpleNamespace(
             _session=session,
             replicator=SimpleNamespace(pin=lambda shard: self.log.append("pinned")),
-            planning=SimpleNamespace(capture=SimpleNamespace(on_device=on_device)),
+            plan=SimpleNamespace(capture=SimpleNamespace(on_device=on_device)),
             _parity=None,
             receivers=[SimpleNamespace(rank=1)],
             _recognise=lambda shard: None,
@@ -69,7 +69,7 @@ class Reserving:
         )
 
     def run(self) -> None:
-        SaveEngine._reserve(cast(Any, self._engine), 1 << 20, [1 << 20, 1 << 20])
+        RunningEngine._reserve(cast(Any, self._engine), [1 << 20, 1 << 20])
 
 
 def test_own_memory_is_mapped_while_the_agent_takes_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

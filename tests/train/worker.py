@@ -261,8 +261,8 @@ def wait_for_seal(ckpt: gemini.Checkpointer, version: int) -> None:
 def wait_for_the_last(ckpt: gemini.Checkpointer) -> None:
     """Wait until no version is on its way: on a busy machine the next one is skipped otherwise. Bounded, too."""
     client, engine, deadline = ckpt._session.client, ckpt._engine, time.monotonic() + 20
-    while client is not None and not client.lost and engine.replicator is not None and time.monotonic() < deadline:
-        if not engine.under_way and client.page.sealed[1] >= engine.replicator._last_saved:
+    while client is not None and not client.lost and engine.running is not None and time.monotonic() < deadline:
+        if not engine.under_way and client.page.sealed[1] >= engine.running.replicator._last_saved:
             return
         time.sleep(0.001)
 
@@ -547,8 +547,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             work = dist.isend(torch.ones(4), (rank + 1) % world)
             dist.recv(torch.ones(4), (rank - 1) % world)
             work.wait()
-        if step == o.get("stray_at") and rank == 1 and ckpt._engine.driver is not None:
-            fake_gpu.stray(ckpt._engine.driver._exchange)
+        if step == o.get("stray_at") and rank == 1 and (running := ckpt._engine.running) and running.driver:
+            fake_gpu.stray(running.driver._exchange)
         if step == o.get("fence_at"):
             ckpt.fence()
             with torch.no_grad():
@@ -564,7 +564,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if average is not None:
         final += digest_of(average.shadow)
     final += digest_of([history.values]) if o.get("history") else ""
-    driver = ckpt._engine.driver
+    driver = ckpt._engine.running.driver if ckpt._engine.running is not None else None
     launches = list(driver._exchange.log.newest) if o.get("launches") and driver is not None else []
     report = ckpt.report()
     ckpt.close()

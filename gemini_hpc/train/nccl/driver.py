@@ -355,6 +355,11 @@ class Driver:
             self._active = False
             self.desk.set_wanted(0)
 
+    def on_protection_lost(self, reason: str) -> None:
+        """Leave NCCL on this rank, unless all ranks still have to agree that protection has ended. Thread-safe."""
+        if not self._session.protected:
+            self.fail(reason)
+
     def fail(self, reason: str) -> None:
         """Leave NCCL on this rank; the others notice, and learn of it in a round. Thread-safe."""
         self._progress.fail(reason)

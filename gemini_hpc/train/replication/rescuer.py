@@ -10,7 +10,7 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
 import msgspec
@@ -20,8 +20,8 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.train.replication import overlap
-from gemini_hpc.train.state.capture import Capture, CaptureJob
-from gemini_hpc.train.state.ownership import Own
+from gemini_hpc.train.state.capture import CaptureJob
+from gemini_hpc.train.state.layout import Plan
 from gemini_hpc.wire import local
 
 _RETRY_S = 1.0  # an agent that died is back within a second or two
@@ -37,7 +37,7 @@ class Rescuer:
         session: RankSession,
         frozen: Frozen,
         at_once: Callable[[CaptureJob], None],
-        own: Callable[[], tuple[Mapping[str, Own], Capture]],
+        plan: Callable[[], Plan],
     ) -> None:
         """Create the thread; `start` starts it.
 
@@ -46,10 +46,10 @@ class Rescuer:
             frozen: Keeps the optimizers from changing tensors. Gives the job of the version that the tensors have;
                 None while they are being changed.
             at_once: Brings a job's version into the slots without regard for the training's traffic.
-            own: Returns the tensors that this rank shares with others, and the capture, as of now.
+            plan: Returns the present plan.
         """
         self._training, self._rank, self._client = session.name, session.rank, session.require_agent()
-        self._frozen, self._at_once, self._own = frozen, at_once, own
+        self._frozen, self._at_once, self._plan = frozen, at_once, plan
         self._nodes: tuple[int, ...] = ()
         self._closed = threading.Event()
         self._sock: socket.socket | None = None
@@ -152,11 +152,12 @@ class Rescuer:
         try:
             memory = torch.frombuffer(mmap.mmap(fds[0], order.bytes), dtype=torch.uint8)
             layout, manifest = overlap.read_directory(memory)
-            own, capture = self._own()
-            pieces = overlap.find_pieces(manifest, layout, own)
+            plan = self._plan()
+            pieces = overlap.find_pieces(manifest, layout, plan.own)
             if len(pieces) != len(manifest.pieces):
                 return f"{len(manifest.pieces) - len(pieces)} of its {len(manifest.pieces)} pieces are not here"
-            capture.copy_pairs_concurrently(job, overlap.prepare_pairs(pieces, own, job.memory, memory))
+            pairs = overlap.prepare_pairs(pieces, plan.own, job.memory, memory)
+            plan.capture.copy_pairs_concurrently(job, pairs)
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         return ""

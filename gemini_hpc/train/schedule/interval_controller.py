@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 from gemini_hpc import clock
 from gemini_hpc.client import stats_messages
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core import schedule
 from gemini_hpc.core.interval_reporter import IntervalReporter, Reason, explain_late_seals
 from gemini_hpc.core.moments import Moment
@@ -110,72 +111,63 @@ class IntervalController:
 
     def __init__(
         self,
+        session: RankSession,
         traffic: Traffic,
-        rank: int,
-        targets: Sequence[int],
         shard_bytes: int,
         collectives: AsyncCollectives | None,
         monitor: CollectiveMonitor,
         pacer: Pacer,
         reporter: StatsReporter,
-        say: Callable[[str], None],
         planner: Callable[..., Planner] = Planner,
         driver: DeviceCopies | None = None,
         replanning: Replanning | None = None,
         copy_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
-        seal: Callable[[], tuple[tuple[int, int], float]] = lambda: ((0, 0), 0.0),
-        cpu: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
         transport: str,
         dearest: Callable[[float], str] = lambda seconds: "",
     ) -> None:
         """Create a controller, recall the profile of an earlier incarnation, and set the pacer.
 
         Args:
+            session: The rank's session with its agent.
             traffic: The user's settings.
-            rank: The rank.
-            targets: Ranks that this rank's copies go to.
             shard_bytes: Bytes of one copy.
             collectives: Rounds with the other ranks; None where there is no other rank.
             monitor: Monitor of the training's collectives.
             pacer: Pacer of the sending thread.
             reporter: Reporter to the agent.
-            say: Prints a line for the user.
             planner: Makes the planner.
             driver: Copies over NCCL, together with a `planner` for them; None: over the host.
             replanning: Agreement on new plans; None where the state's distribution never changes.
             copy_bytes: Returns the fewest and the most bytes that one of the last copies took on the network.
-            seal: Returns the last sealed (epoch, version) and its time.
-            cpu: Returns the core-seconds that a version takes of the agent, and the cores that the agent may use on
-                average; see `ControlPage.cpu`.
             transport: Name of the carrier of the copies where `driver` does not carry them.
             dearest: Returns the object that takes most of a capture of that many seconds; "" if none does.
         """
-        self._traffic, self._rank = traffic, rank
-        self._collectives, self._monitor, self._pacer, self._say = collectives, monitor, pacer, say
+        self._traffic, self._rank, self._say, self._gate = traffic, session.rank, session.say, session.gate
+        self._collectives, self._monitor, self._pacer = collectives, monitor, pacer
         self._reporter, self._transport = reporter, transport
-        self._sends = bool(targets)
+        self._sends = bool(session.outgoing)
         kept = reporter.recall() if self._sends else None
         self._driver, self._replanning = driver, replanning
         self._copy_bytes = copy_bytes
         self._offer, self._room_bytes = b"", 0
         self._compared = 0  # rounds since the state was distributed
-        self._planner = planner(traffic, rank, targets, shard_bytes, pacer.meter, kept)
+        self._planner = planner(traffic, session.rank, session.outgoing, shard_bytes, pacer.meter, kept)
         self._scheme: Scheme = traffic.scheme
         self._wanted_scheme: Scheme = traffic.scheme
         self._stage: Stage = "recall"
         self._since = -1
         self._version = 0
-        self._dearest, self._cpu = dearest, cpu
+        self._dearest = dearest
         self._agreed = self._former = Agreed() if self._sends else Agreed(max(1, traffic.every))
         self._because = 0  # the rank that needs the j in effect
         self._cost = CaptureCost(_BEHIND)
         self._others_s = 0.0  # seconds of the longest capture of all ranks
         self._pace = IterationPace(traffic.overhead)
-        self._latency, self._budget = SealLatency(seal), WaitBudget(traffic.overhead)
+        self._latency, self._budget = SealLatency(lambda: session.gate.seal), WaitBudget(traffic.overhead)
         self._waits: deque[float] = deque(maxlen=4)  # seconds of the waits for the latest versions
         self._hasty = 0  # iterations that a version takes, where profiling must not wait for it; else 0
-        self._told = IntervalReporter(rank, traffic.overhead, say)
+        self._told = IntervalReporter(session.rank, traffic.overhead, session.say)
         self._waited_for = False
         self._wanted = PROFILED
         self._dirty = True
@@ -624,7 +616,7 @@ class IntervalController:
         Where the agent's processors allow fewer versions, the result is as long as if the training's thread allowed
         no more.
         """
-        used_s, cores = self._cpu()
+        used_s, cores = self._gate.cpu
         return max(self._cost.whole_s, self._traffic.overhead * used_s / cores if cores else 0.0)
 
     # ---- the plan --------------------------------------------------------------------------------------
@@ -691,7 +683,7 @@ class IntervalController:
             name: Whether to name the object that costs most; finding it takes as long as a capture.
         """
         allowed_s, whole = self._traffic.overhead * usual_s, f"in iterations of {usual_s:.2g} s"
-        used_s, cores = self._cpu()
+        used_s, cores = self._gate.cpu
         if cores and used_s > cores * usual_s * max(1, self._agreed.j - 1):
             why = f"a version takes {used_s:.2g} core-seconds of an agent that may use {cores:.2g} cores"
             return Reason(f"{why}, {whole}", "fewer bytes a rank, or a higher agent_cores in the site's settings")
