@@ -110,7 +110,7 @@ class Checkpointer:
             tree = StateTree(model, optimizers, stateful, modules)
         except UnsupportedStateError as error:
             tree, unsupported = StateTree(nn.Module(), [], {}, {}), str(error)
-        self._traffic, self._tree, self._unsupported = traffic, tree, unsupported
+        self._tree, self._unsupported = tree, unsupported
         given = [model, *optimizers, *stateful.values(), *modules.values()]
         self._not_given = NotGiven(given, tree.optimizers)
         self._times = Times()
@@ -379,12 +379,12 @@ class Checkpointer:
         Set it on all ranks between the same two steps. The setter takes effect at the next `step()`.
         """
         running = self._engine.running
-        return self._traffic.scheme if running is None else running.controller.scheme
+        return self._engine.traffic.scheme if running is None else running.controller.scheme
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
         check_scheme(scheme)
-        self._traffic = replace(self._traffic, scheme=scheme)
+        self._engine.traffic = replace(self._engine.traffic, scheme=scheme)
         if self._engine.running is not None:
             self._engine.running.controller.scheme = scheme
 

@@ -309,6 +309,17 @@ def test_the_wait_for_a_copy_is_part_of_the_wait_for_its_seal(job: FakeJob, monk
     assert 4.0 < bounds_s[0] <= 4.7
 
 
+def test_a_scheme_chosen_before_the_first_step_counts(job: FakeJob) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gemini.Checkpointer(model, optimizer) as ckpt:
+        ckpt.scheme = "none"
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+        assert ckpt.scheme == ckpt.report()["traffic"]["scheme"] == "none"
+
+
 def test_user_mistakes_are_errors(job: FakeJob) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
