@@ -317,9 +317,8 @@ class RunningEngine:
         """
         stays = self.plan.frozen_bytes if self._engine.pushed else 0
         whole = self.plan.layout.small_offset + self.plan.layout.small_capacity // 2 - stays
-        if self._parity is None:
-            return whole
-        return whole * self._session.redundancy.parity // len(self._session.outgoing)
+        blocks = self._session.redundancy.parity
+        return whole * blocks // len(self._session.outgoing) if blocks else whole
 
     def _report_live_nodes(self) -> None:
         """Report to the agent the nodes whose ranks have this rank's shard in their tensors."""
