@@ -12,11 +12,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
-from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, build_ring
+from gemini_hpc.train.nccl.exchange import Exchange, Links, Save
 from gemini_hpc.train.nccl.launch_log import describe_difference, pack
 
 from .fake_device import Deadlock, FakeEvent, World
 from .fake_training import COLLECTIVES, PART, Rank, content
+from .rings import build_ring
 
 
 def spread(links: Links, m: int, places: list[Place], s: int) -> Program:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from gemini_hpc.core.spans import Profile
-from gemini_hpc.train.nccl.collective_schedule import check_alike
 from gemini_hpc.train.nccl.library import Library, NcclUnavailable
 
 _PAIRED = ("send", "recv_", "recv_any_source_")
@@ -33,27 +31,18 @@ def load_library(paths: list[str] | None = None) -> tuple[Library | None, str]:
         return None, str(error)
 
 
-def check_operations(names: Sequence[str]) -> str:
+def check_operations(names: Sequence[str], *, captured: bool = False) -> str:
     """Return the reason why a training that launches these operations is unsuitable; '' if there is none.
 
     A send that precedes our operation on one rank may be a receive that follows our operation on another.
 
     Args:
         names: Names of the operations in torch's dispatcher.
-    """
-    paired = sorted({name for name in names if name in _PAIRED})
-    if paired:
-        return f"the training itself sends point to point ({', '.join(paired)}): replica copies would come in between"
-    return ""
-
-
-def check_pattern(profiles: Sequence[Profile], captured: bool) -> str:
-    """Return the reason why these ranks' iterations are unsuitable; '' if there is none.
-
-    Args:
-        profiles: Profiles of all ranks.
         captured: Whether a CUDA graph has collectives.
     """
     if captured:
         return "collectives are replayed from a CUDA graph: nothing can be enqueued between them"
-    return check_alike(profiles)
+    paired = sorted({name for name in names if name in _PAIRED})
+    if paired:
+        return f"the training itself sends point to point ({', '.join(paired)}): replica copies would come in between"
+    return ""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from gemini_hpc.core import schedule, spans
 from gemini_hpc.core.spans import Profile, Span, Window
+from gemini_hpc.train.schedule.chunk_schedule import Route
 
 
 class Place(NamedTuple):
@@ -174,3 +175,22 @@ def build_profiling_program(C: int, m: int, part_bytes: int) -> Program:
             chunks.append(Chunk(len(chunks), replica, offset, min(part_bytes, C - offset)))
             places.append(Place(0, True, 0))
     return Program(tuple(places), tuple(chunks), 1, C, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class Joint(Route):
+    """A route with a program that all ranks share.
+
+    `terms` and everything that follows from them are the same on all ranks. The profile is this rank's.
+    """
+
+    terms: Terms
+
+    @property
+    def usable(self) -> tuple[Window, ...]:
+        """Return all windows in full, because no sender has to notice that a window has begun."""
+        return self.windows
+
+    def build_program(self, s: int) -> Program:
+        """Return the program that all ranks enqueue, for versions that may take s iterations."""
+        return build_program(self.terms, s)

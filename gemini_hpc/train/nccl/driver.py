@@ -24,13 +24,12 @@ from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.device.memory import TensorShardOwner
 from gemini_hpc.train.nccl import own_copy
-from gemini_hpc.train.nccl.collective_schedule import build_profiling_program
+from gemini_hpc.train.nccl.collective_schedule import Joint, build_profiling_program
 from gemini_hpc.train.nccl.exchange import Exchange, Save
 from gemini_hpc.train.nccl.launch_log import describe_difference, pack
 from gemini_hpc.train.nccl.negotiation import Joined
 from gemini_hpc.train.nccl.own_copy import OwnCopy, OwnSlot, Piecework
 from gemini_hpc.train.nccl.progress import Progress
-from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.nccl.slot_prefetch import Grant, SlotPrefetch
 from gemini_hpc.train.nccl.source import Piece, Tensors
 from gemini_hpc.train.schedule.chunk_schedule import Route
@@ -397,8 +396,7 @@ class Driver:
 
     def on_measured(self, size: int, seconds: float) -> None:
         """Add the duration of a message to the link's meter."""
-        self.meter.record_send(0.0)
-        self.meter.record_ack(size, seconds)
+        self.meter.record_spell(size, seconds)
 
     def on_sent(self, version: int, whole: bool) -> None:
         """Record progress: all of this rank's bytes of a version have left."""

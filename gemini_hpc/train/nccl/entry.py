@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -15,7 +14,7 @@ from gemini_hpc.train.nccl.driver import Driver
 from gemini_hpc.train.nccl.gloo_links import GlooLinks
 from gemini_hpc.train.nccl.joint_planner import JointPlanner
 from gemini_hpc.train.nccl.messages import MessageOutbox
-from gemini_hpc.train.nccl.negotiation import Joined, Proposal, negotiate
+from gemini_hpc.train.nccl.negotiation import Joined, negotiate
 from gemini_hpc.train.nccl.receiver import Receiver
 from gemini_hpc.train.nccl.streamed_replicator import StreamedReplicator
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
@@ -23,14 +22,12 @@ from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state.capture import Capture
 
-Exchange = Callable[[bytes], list[bytes]]
-
 
 def join(
     session: RankSession,
     tensors: Sequence[torch.Tensor],
     layout: SlotLayout,
-    all_ranks: Exchange,
+    all_ranks: Callable[[bytes], list[bytes]],
     within: dist.ProcessGroup | None,
 ) -> tuple[OverNccl | None, str]:
     """Use NCCL on all ranks or on none. Collective. Return this rank's end, or None and the reason.
@@ -42,11 +39,7 @@ def join(
         all_ranks: Gives every rank the data of all ranks.
         within: Process group of the ranks; None: the default group.
     """
-
-    def exchange_proposals(proposal: Proposal) -> list[Proposal]:
-        return [msgspec.msgpack.decode(word, type=Proposal) for word in all_ranks(msgspec.msgpack.encode(proposal))]
-
-    joined, reason = negotiate(session.rank, tensors, layout, session.targets, exchange_proposals)
+    joined, reason = negotiate(session.rank, tensors, layout, session.targets, all_ranks)
     return (OverNccl(session, joined, GlooLinks(within)), "") if joined is not None else (None, reason)
 
 

@@ -18,7 +18,7 @@ that it receives.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +28,6 @@ from gemini_hpc.train.device.interface import Broken, Communicator, Device, Even
 from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
 from gemini_hpc.train.nccl.launch_log import EnqueuedOperation, LaunchLog
 from gemini_hpc.train.nccl.progress import Arrival, Operation, Progress
-from gemini_hpc.train.nccl.staging_buffers import SubBuffer, SubBufferRing
 
 SEND_PARTS = 2  # one is packed while one is sent
 
@@ -78,6 +77,38 @@ class Links:
     def count_bytes(self, rank: int, chunk: Chunk) -> int:
         """Return the bytes of this chunk that the rank has."""
         return max(0, min(chunk.size, self.sizes[rank] - chunk.offset))
+
+
+@dataclass
+class SubBuffer:
+    """A sub-buffer in device memory, through which chunks travel (GEMINI paper, section 5.2, Figure 5d).
+
+    Attributes:
+        bytes: Its memory.
+        free: Event behind its last use; set by the code that takes the bytes out.
+    """
+
+    bytes: torch.Tensor
+    free: Event | None = None
+
+
+class SubBufferRing:
+    """A ring of p sub-buffers. The host never waits for one: the stream that fills it does."""
+
+    def __init__(self, device: Device, p: int, part_bytes: int) -> None:
+        if p < 1 or part_bytes < 1:
+            raise ValueError(f"{p} parts of {part_bytes} bytes: at least one of one byte is wanted")
+        self.part_bytes = part_bytes
+        self._parts = [SubBuffer(device.allocate_buffer(part_bytes)) for _ in range(p)]
+        self._next = 0
+
+    def pick_next(self, stream: Stream) -> SubBuffer:
+        """Return the next sub-buffer. Work enqueued on `stream` from now on begins after its last use."""
+        part = self._parts[self._next]
+        self._next = (self._next + 1) % len(self._parts)
+        if part.free is not None:
+            stream.wait(part.free)
+        return part
 
 
 class Exchange:
@@ -301,8 +332,3 @@ class Exchange:
         self.copies.wait(done)
         self.copies.copy(into[chunk.offset : chunk.offset + message.bytes.numel()], message.bytes)
         return self.copies.record()
-
-
-def build_ring(world: int, m: int, sizes: Sequence[int]) -> Links:
-    """Return links where each rank's holders are the m - 1 ranks after it."""
-    return Links(tuple(tuple((r + q + 1) % world for q in range(m - 1)) for r in range(world)), tuple(sizes))

@@ -11,9 +11,8 @@ import msgspec
 
 from gemini_hpc.core.spans import Profile
 from gemini_hpc.train.nccl import capability_check, collective_schedule
-from gemini_hpc.train.nccl.collective_schedule import Terms
+from gemini_hpc.train.nccl.collective_schedule import Joint, Terms
 from gemini_hpc.train.nccl.driver import Driver
-from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
@@ -74,9 +73,7 @@ class JointPlanner(Planner):
         """Make the profile. Return it encoded for the other ranks, with the link values."""
         standing, meter = super().encode_standing(over_at), self.meter
         names = [self._watch.names.get(op.kind, "") for _, trace in self._usual[-1:] for op in trace.ops]
-        unfit = capability_check.check_operations(names)
-        if self._watch.captured:
-            unfit = capability_check.check_pattern((), True)
+        unfit = capability_check.check_operations(names, captured=self._watch.captured)
         return self._pack(standing, meter.B if meter.known else 0.0, meter.alpha, unfit)
 
     def _pack(self, standing: bytes, B: float, alpha: float, unfit: str = "") -> bytes:

@@ -21,7 +21,7 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         tensor_offset: Offset of the tensor area of its shard, in bytes.
         tensor_bytes: Size of the area.
-        refusal: Reason why the rank cannot use NCCL; '' if it can.
+        refusal: Reason why the rank cannot use NCCL, with its number; '' if it can.
         unique_id: Id of the communicator, from rank 0 only.
     """
 
@@ -52,63 +52,12 @@ class Joined:
     small_capacity: int
 
 
-class Meeting:
-    """A rank's part in the negotiation for one training."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._platform: Platform | None = None
-
-    def propose(self, tensors: Sequence[torch.Tensor], layout: SlotLayout) -> Proposal:
-        """Return this rank's proposal to all ranks.
-
-        Args:
-            tensors: Tensors that this rank protects.
-            layout: Layout of its shard.
-        """
-        unique_id = b""
-        try:
-            self._platform = platform.make()
-            refusal = self._platform.explain_refusal(tensors)
-            if not refusal and self._rank == 0:
-                unique_id = self._platform.create_unique_id()
-        except Exception as error:
-            refusal = f"{type(error).__name__}: {error}"
-        return Proposal(layout.tensor_offset, layout.tensor_bytes, refusal, unique_id)
-
-    def connect(
-        self, proposals: Sequence[Proposal], targets: Sequence[Sequence[int]], layout: SlotLayout
-    ) -> tuple[Joined | None, str]:
-        """Connect to all ranks. Return this rank's end, or the reason why there is none.
-
-        Collective; called only where no rank refuses.
-        """
-        assert self._platform is not None
-        links = Links(tuple(tuple(t) for t in targets), tuple(p.tensor_bytes for p in proposals))
-        try:
-            device = self._platform.find_device()
-            made = self._platform.connect(device, self._rank, links, proposals[0].unique_id)
-        except (Broken, RuntimeError, OSError) as error:
-            return None, f"rank {self._rank}: {error}"
-        offsets = tuple(p.tensor_offset for p in proposals)
-        return Joined(self._platform, device, made, links, offsets, layout.small_capacity), ""
-
-
-def find_refusal(proposals: Sequence[Proposal]) -> str:
-    """Return the first rank's refusal; '' if there is none."""
-    found = [(rank, p.refusal) for rank, p in enumerate(proposals) if p.refusal]
-    return f"rank {found[0][0]}: {found[0][1]}" if found else ""
-
-
-Exchange = Callable[[Proposal], list[Proposal]]
-
-
 def negotiate(
     rank: int,
     tensors: Sequence[torch.Tensor],
     layout: SlotLayout,
     targets: Sequence[Sequence[int]],
-    all_ranks: Exchange,
+    all_ranks: Callable[[bytes], list[bytes]],
 ) -> tuple[Joined | None, str]:
     """Negotiate with all ranks. Collective. Return this rank's end, or the reason why there is none.
 
@@ -117,15 +66,45 @@ def negotiate(
         tensors: Tensors that this rank protects.
         layout: Layout of its shard.
         targets: For each rank, the ranks that keep its copies.
-        all_ranks: Gives every rank the proposals of all ranks.
+        all_ranks: Gives every rank the data of all ranks.
     """
-    meeting = Meeting(rank)
-    proposals = all_ranks(meeting.propose(tensors, layout))
-    if reason := find_refusal(proposals):
+
+    def exchange(proposal: Proposal) -> list[Proposal]:
+        return [msgspec.msgpack.decode(word, type=Proposal) for word in all_ranks(msgspec.msgpack.encode(proposal))]
+
+    here, unique_id = platform.make(), b""
+    try:
+        refusal = here.explain_refusal(tensors)
+        if not refusal and rank == 0:
+            unique_id = here.create_unique_id()
+    except Exception as error:
+        refusal = f"{type(error).__name__}: {error}"
+    refusal = refusal and f"rank {rank}: {refusal}"
+    proposals = exchange(Proposal(layout.tensor_offset, layout.tensor_bytes, refusal, unique_id))
+    if reason := _find_refusal(proposals):
         return None, reason
-    joined, problem = meeting.connect(proposals, targets, layout)
-    if reason := next((p.refusal for p in all_ranks(Proposal(refusal=problem)) if p.refusal), ""):
+    joined, problem = _connect(here, rank, proposals, targets, layout)
+    if reason := _find_refusal(exchange(Proposal(refusal=problem))):
         if joined is not None:
             joined.communicator.abort()
         return None, reason
     return joined, ""
+
+
+def _connect(
+    here: Platform, rank: int, proposals: Sequence[Proposal], targets: Sequence[Sequence[int]], layout: SlotLayout
+) -> tuple[Joined | None, str]:
+    """Connect to all ranks, none of which refuses. Collective. Return this rank's end, or why there is none."""
+    links = Links(tuple(tuple(t) for t in targets), tuple(p.tensor_bytes for p in proposals))
+    try:
+        device = here.find_device()
+        made = here.connect(device, rank, links, proposals[0].unique_id)
+    except (Broken, RuntimeError, OSError) as error:
+        return None, f"rank {rank}: {error}"
+    offsets = tuple(p.tensor_offset for p in proposals)
+    return Joined(here, device, made, links, offsets, layout.small_capacity), ""
+
+
+def _find_refusal(proposals: Sequence[Proposal]) -> str:
+    """Return the first rank's refusal; '' if there is none."""
+    return next((p.refusal for p in proposals if p.refusal), "")

@@ -1,10 +1,9 @@
-"""Interface to a machine for copies from GPU to GPU, with its implementation for CUDA and NCCL; tests use another."""
+"""The machine for copies from GPU to GPU: CUDA with NCCL. Tests use another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,48 +19,10 @@ from gemini_hpc.train.nccl.library import Library
 CONNECT_S = 60.0  # limit for the communicator's creation, and for its first messages; both are slow on many nodes
 
 
-class Platform(Protocol):
-    """The platform of one rank.
-
-    `backend` is torch's name for process groups whose works `Stream.wait_work` takes.
-    """
-
-    backend: str
-
-    def explain_refusal(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return the reason why these tensors cannot be copied over this platform; '' if there is none."""
-
-    def create_unique_id(self) -> bytes:
-        """Return an id for `connect` on all ranks; called on one rank.
-
-        Raises:
-            Broken: If the id cannot be made.
-        """
-
-    def find_device(self) -> Device:
-        """Return the GPU of this rank."""
-
-    def connect(self, device: Device, rank: int, links: Links, unique_id: bytes) -> Communicator:
-        """Return a communicator over all ranks, every link of which has been used.
-
-        Collective, while no rank's device is inside a collective.
-
-        Raises:
-            Broken: If the communicator cannot be made.
-        """
-
-    def pin(self, memory: torch.Tensor) -> Pin:
-        """Pin replica memory, which is mapped and populated.
-
-        Raises:
-            RuntimeError: If the memory cannot be pinned.
-        """
-
-
-class CudaPlatform:
+class Platform:
     """The current CUDA device with NCCL."""
 
-    backend = "nccl"
+    backend = "nccl"  # torch's name for process groups whose works `Stream.wait_work` takes
 
     def __init__(self) -> None:
         self._library: Library | None = None
@@ -83,7 +44,11 @@ class CudaPlatform:
         return missing or capability_check.check_environment()
 
     def create_unique_id(self) -> bytes:
-        """Return an NCCL id for `connect` on all ranks."""
+        """Return an NCCL id for `connect` on all ranks; called on one rank.
+
+        Raises:
+            Broken: If the id cannot be made.
+        """
         assert self._library is not None
         return self._library.create_unique_id()
 
@@ -92,7 +57,13 @@ class CudaPlatform:
         return cuda.CudaDevice()
 
     def connect(self, device: Device, rank: int, links: Links, unique_id: bytes) -> Communicator:
-        """Return a connected communicator, after a first message along every link."""
+        """Return a communicator over all ranks, after a first message along every link.
+
+        Collective, while no rank's device is inside a collective.
+
+        Raises:
+            Broken: If the communicator cannot be made.
+        """
         assert self._library is not None
         torch.cuda.synchronize()
         made = NcclCommunicator(self._library, rank, len(links.sizes), cuda.get_handle)
@@ -107,7 +78,11 @@ class CudaPlatform:
         return made
 
     def pin(self, memory: torch.Tensor) -> Pin:
-        """Pin memory for the current CUDA device."""
+        """Pin replica memory, which is mapped and populated, for the current CUDA device.
+
+        Raises:
+            RuntimeError: If the memory cannot be pinned.
+        """
         return cuda.Pinned(memory, self._index)
 
 
@@ -119,4 +94,4 @@ def build_first_messages(device: Device, rank: int, links: Links) -> tuple[list[
 
 
 # Called once for each checkpointer that uses NCCL.
-make: Callable[[], Platform] = CudaPlatform
+make: Callable[[], Platform] = Platform
