@@ -18,9 +18,10 @@ from torch._compile import _disable_dynamo
 
 from gemini_hpc import clock
 from gemini_hpc.client import mistake
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.tier import names
-from gemini_hpc.train import arguments, failure_hold, keeping, rejecting
+from gemini_hpc.train import arguments, failure_hold, meeting
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.not_given import NotGiven
@@ -38,6 +39,7 @@ from gemini_hpc.wire.stored import Tier
 
 IMPORTED_AT = clock.time()
 CLOSE_TIMEOUT_S = 10.0  # the last version is sealed within this time; an end waits no longer
+_KEEP_S = 5.0  # the agent of this node only writes a line
 _LAST_S = 10.0  # bound on the wait for our own threads: no link and no agent blocks them any more
 
 
@@ -296,8 +298,14 @@ class Checkpointer:
             why = "this training is not protected" if session.version else "no step has been completed"
             session.say_once(f"version {session.version} is not kept as {name}: {why}")
             return False
-        wish = local.KeepVersion(session.name, session.rank, session.version, name)
-        return keeping.request_keep(session.client, wish, session.say)
+        try:
+            session.client.request(
+                local.KeepVersion(session.name, session.rank, session.version, name), timeout_s=_KEEP_S
+            )
+        except (AgentLost, AgentRefused) as error:
+            session.say(f"rank {session.rank}: version {session.version} is not kept as {name}: {error}")
+            return False
+        return True
 
     # ---- the end ---------------------------------------------------------------------------------------
 
@@ -322,7 +330,7 @@ class Checkpointer:
         if self._closed or self._session.forked:
             return
         self._end(success=False, goes_on=True)
-        self._meetings.meet("abandon()", rejecting.MEET_S)
+        self._meetings.meet("abandon()", meeting.SOON_S)
 
     def __enter__(self) -> Checkpointer:
         return self

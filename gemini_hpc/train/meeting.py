@@ -19,6 +19,7 @@ from gemini_hpc import clock
 from gemini_hpc.train.state.collectives import TorchRanks
 
 TELL_S = 10.0  # longer than ranks are apart in a healthy training
+SOON_S = 60.0  # of reject() and abandon(), which ranks call at the same time
 MOST_S = 1800.0  # gloo's own limit for a rank in a collective
 _POST_S = 1.0  # shorter waits are not reported
 _LONGEST_NAP_S = 0.05  # short beside the ten seconds after which a wait is reported

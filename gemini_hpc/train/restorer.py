@@ -11,7 +11,7 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import RankSession
-from gemini_hpc.train import rejecting, start
+from gemini_hpc.train import meeting, start
 from gemini_hpc.train.device.memory import map_copy
 from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.state import restore, rng
@@ -21,6 +21,8 @@ from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.wire import local
 
 RESUME_ATTEMPTS = 3
+REJECT_S = 30.0  # the agent of this node only records it
+_MOST_TEXT = 300
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,9 @@ class Restorer:
         if not self.called:
             raise RuntimeError("reject() before resume(): nothing has been loaded")
         session = self._session
-        self._meetings.meet("reject()", rejecting.MEET_S)
+        self._meetings.meet("reject()", meeting.SOON_S)
         fresh = session.is_true_on_all(fresh)
-        self._record_rejection(" ".join(str(reason).split())[: rejecting.MOST_TEXT] or "no reason given", fresh=fresh)
+        self._record_rejection(" ".join(str(reason).split())[:_MOST_TEXT] or "no reason given", fresh=fresh)
         if trained:
             session.try_again(f"version {self.resumed_at} is rejected ({reason})")
         session.say_once(f"version {self.resumed_at} is rejected: {reason}")
@@ -171,7 +173,13 @@ class Restorer:
         recorded, why = False, "nothing was loaded from memory or the tier"
         if self.found.stamp is not None and session.client is not None:
             message = local.Reject(session.name, session.rank, self.resumed_at, reason, fresh)
-            recorded, why = rejecting.record_rejection(session.client, message)
+            try:
+                session.client.request(message, timeout_s=REJECT_S)
+                recorded = True
+            except AgentRefused as error:
+                why = str(error)
+            except AgentLost:
+                why = ""
         if b"1" in session.gather_data(b"1" if recorded else b"0"):
             return
         if fresh and self.found.stamp is None:

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 import gemini_hpc as gemini
 from gemini_hpc.client import agent_connection, mapped_slots
 from gemini_hpc.format import shard_manifest
-from gemini_hpc.train import checkpointer, rejecting
+from gemini_hpc.train import checkpointer, meeting
 from gemini_hpc.train.device import host_copy, pins, streams
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.restorer import Restorer
@@ -517,7 +517,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         if (name := o.get("keep", {}).get(str(step))) and rank in o.get("keepers", range(world)):
             kept[name] = ckpt.keep(name)
         if start and step == o.get("reject_at") and rank in o.get("rejecters", range(world)):
-            rejecting.MEET_S = o.get("meet_s", rejecting.MEET_S)
+            meeting.SOON_S = o.get("meet_s", meeting.SOON_S)
             ckpt.reject("the loss is NaN", fresh=o.get("fresh", False))
         if log is not None:
             log.write(f"{start} {step} {losses[step]}\n")

@@ -720,45 +720,9 @@ class IntervalController:
             advice="" if in_force else f"these ranks cannot agree on saving fewer versions: pass Traffic(every={j})",
         )
 
-    def build_state(self) -> TrafficState:
-        """Return the state for the agent."""
-        meter, profile, plan, seen = self._planner.meter, self._planner.profile, self._plan, self._overhead
-        return stats_messages.build_traffic(
-            scheme=self._scheme,
-            transport=self.transport,
-            stage=self._stage,
-            problem=self.problem or self._monitor.problem,
-            j=self._agreed.j,
-            s=self._agreed.s,
-            iteration_s=profile.iteration_s if profile else None,
-            idle_s=profile.idle_s if profile else None,
-            spans=len(profile.spans) if profile else 0,
-            collectives=profile.ops if profile else None,
-            deviation=profile.deviation if profile else None,
-            bytes_per_s=meter.B or None,
-            alpha_s=meter.alpha if meter.known else None,
-            chunk_spans=[part.span for part in plan.partitions] if plan else (),
-            planned_spans=plan.spans if plan else 0,
-            largest_chunk_bytes=max((part.size for part in plan.partitions), default=0) if plan else 0,
-            total_bytes=plan.total_bytes if plan else 0,
-            fitting_bytes=plan.fitting_bytes if plan else 0,
-            spilled_bytes=plan.spilled_bytes if plan else 0,
-            late_s=plan.late_s if plan else 0.0,
-            overhead=seen.overhead,
-            waited_s=seen.waited_s,
-            buffer_bytes=math.prod(self._planner.cut),
-            unsealed=self.unsealed,
-            mu=self._traffic.mu,
-            ceiling=seen.ceiling,
-            judged_in=seen.judged_in,
-            sealed_s=self._latency.whole_s or None,
-            reason=self._told.reason,
-        )
-
-    def report(self) -> dict[str, Any]:
-        """Return the state for people and tests."""
-        meter, profile, plan = self._planner.meter, self._planner.profile, self._plan
-        overlap = self._overhead.pictured.measure_overlap() if self._overhead.pictured is not None else None
+    def _collect_facts(self) -> dict[str, Any]:
+        """Return the part of the state that the agent and `report` show alike."""
+        profile, plan, seen = self._planner.profile, self._plan, self._overhead
         return {
             "scheme": self._scheme,
             "transport": self.transport,
@@ -766,29 +730,52 @@ class IntervalController:
             "problem": self.problem or self._monitor.problem,
             "j": self._agreed.j,
             "s": self._agreed.s,
-            "history": [list(entry) for entry in self._history],
-            "B": meter.B,
-            "alpha": meter.alpha,
             "iteration_s": profile.iteration_s if profile else None,
             "idle_s": profile.idle_s if profile else None,
-            "spans": [[s.after, s.before_gate, s.start_s, s.length_s] for s in profile.spans] if profile else [],
-            "deviation": profile.deviation if profile else None,
             "collectives": profile.ops if profile else None,
-            "mu": self._traffic.mu,
-            "chunk_bytes": self._planner.cut[0],
-            "buffers": self._planner.cut[1],
-            "chunks": len(plan.partitions) if plan else 0,
+            "deviation": profile.deviation if profile else None,
             "largest_chunk_bytes": max((part.size for part in plan.partitions), default=0) if plan else 0,
             "fitting_bytes": plan.fitting_bytes if plan else 0,
             "spilled_bytes": plan.spilled_bytes if plan else 0,
             "late_s": plan.late_s if plan else 0.0,
-            "overlap": dict(zip(("chunks", "chunks_s", "beside_s"), overlap, strict=True)) if overlap else None,
-            "overhead": self._overhead.overhead,
-            "ceiling": self._overhead.ceiling,
-            "judged_in": self._overhead.judged_in,
-            "waited_s": self._overhead.waited_s,
-            "capture_s": self._cost.seconds,
+            "overhead": seen.overhead,
+            "waited_s": seen.waited_s,
             "unsealed": self.unsealed,
-            "sealed_s": self._latency.whole_s,
+            "mu": self._traffic.mu,
+            "ceiling": seen.ceiling,
+            "judged_in": seen.judged_in,
             "reason": self._told.reason,
+        }
+
+    def build_state(self) -> TrafficState:
+        """Return the state for the agent."""
+        meter, profile, plan = self._planner.meter, self._planner.profile, self._plan
+        return stats_messages.build_traffic(
+            **self._collect_facts(),
+            spans=len(profile.spans) if profile else 0,
+            bytes_per_s=meter.B or None,
+            alpha_s=meter.alpha if meter.known else None,
+            chunk_spans=[part.span for part in plan.partitions] if plan else (),
+            planned_spans=plan.spans if plan else 0,
+            total_bytes=plan.total_bytes if plan else 0,
+            buffer_bytes=math.prod(self._planner.cut),
+            sealed_s=self._latency.whole_s or None,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Return the state for people and tests."""
+        meter, profile, plan = self._planner.meter, self._planner.profile, self._plan
+        overlap = self._overhead.pictured.measure_overlap() if self._overhead.pictured is not None else None
+        return {
+            **self._collect_facts(),
+            "history": [list(entry) for entry in self._history],
+            "B": meter.B,
+            "alpha": meter.alpha,
+            "spans": [[s.after, s.before_gate, s.start_s, s.length_s] for s in profile.spans] if profile else [],
+            "chunk_bytes": self._planner.cut[0],
+            "buffers": self._planner.cut[1],
+            "chunks": len(plan.partitions) if plan else 0,
+            "overlap": dict(zip(("chunks", "chunks_s", "beside_s"), overlap, strict=True)) if overlap else None,
+            "capture_s": self._cost.seconds,
+            "sealed_s": self._latency.whole_s,
         }

@@ -17,7 +17,7 @@ from typing import Any
 from gemini_hpc.core.moments import MODULUS, UNKNOWN, Moment, weigh_collective, weigh_message
 from gemini_hpc.train.schedule.dispatch_hooks import Signature
 
-_SEND, _RECEIVE, _ANY_SOURCE = "send", "recv_", "recv_any_source_"
+_SEND, _ANY_SOURCE = "send", "recv_any_source_"
 _REMEMBERED = 9  # iterations
 
 
