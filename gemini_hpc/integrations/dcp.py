@@ -51,7 +51,7 @@ from gemini_hpc.integrations.session import NOTE, StackSession, VersionPart
 from gemini_hpc.train.state import encode
 from gemini_hpc.train.state.full_state import Whole, as_state, put_lifted_back
 from gemini_hpc.train.state.restore import MemoryReader, SavedShard
-from gemini_hpc.train.state.torch_dtypes import find_dtype, name_dtype
+from gemini_hpc.train.state.tensors import find_dtype, name_dtype
 from gemini_hpc.wire.stored import Tier
 
 _VALUES = "values"  # name of the rows that hold encoded values

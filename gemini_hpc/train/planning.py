@@ -24,7 +24,8 @@ from gemini_hpc.train.state.layout import Draft, Plan, lay_out
 from gemini_hpc.train.state.lifted import LEAST_BYTES
 from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.source import StateChangedError
-from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, get_local
+from gemini_hpc.train.state.tensors import get_local
+from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree
 from gemini_hpc.train.uncaptured import Uncaptured
 
 

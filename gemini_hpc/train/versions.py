@@ -17,7 +17,8 @@ from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.stillness import Stillness
-from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, defers_nothing, get_local
+from gemini_hpc.train.state.tensors import get_local
+from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, defers_nothing
 from gemini_hpc.train.uncaptured import Uncaptured
 
 _TOGETHER = 4  # iterations: while nothing is sealed and versions are skipped, save one version in so many

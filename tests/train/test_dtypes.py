@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gemini_hpc.format.dtypes import ITEM_BYTES
-from gemini_hpc.train.state.torch_dtypes import find_dtype, name_dtype
+from gemini_hpc.train.state.tensors import find_dtype, name_dtype
 
 
 def test_every_dense_dtype_of_torch_is_known_with_its_size() -> None:

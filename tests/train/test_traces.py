@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
-from gemini_hpc.train.state import host_bytes
+from gemini_hpc.train.state import tensors
 from gemini_hpc.train.state.divergence import Divergence
 from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.tree import StateTree
@@ -117,8 +117,8 @@ def test_what_ranks_compare_stays_resizable() -> None:
 def test_host_bytes_are_the_elements_in_order(tensor: torch.Tensor) -> None:
     there = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     wanted = bytes(there.reshape(-1).view(torch.uint8).tolist())
-    assert host_bytes.copy_bytes(tensor) == wanted
+    assert tensors.copy_bytes(tensor) == wanted
     seen: list[bytes] = []
-    host_bytes.pass_bytes(tensor, lambda part: seen.append(bytes(part)))
+    tensors.pass_bytes(tensor, lambda part: seen.append(bytes(part)))
     assert b"".join(seen) == wanted
     assert tensor.untyped_storage().resizable()

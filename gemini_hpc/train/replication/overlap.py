@@ -11,6 +11,7 @@ import torch
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, parse_header
 from gemini_hpc.train.state.ownership import Own
+from gemini_hpc.train.state.tensors import narrow_box
 
 GAP_BYTES = 63  # largest padding between two tensors
 
@@ -97,10 +98,9 @@ def prepare_pairs(
             memory[end:start].zero_()
     found = []
     for piece in wanted:
-        view = tensors[piece.key].detach()
-        if tuple(view.shape) != own[piece.key].entry.size:
+        tensor = tensors[piece.key].detach()
+        if tuple(tensor.shape) != own[piece.key].entry.size:
             raise ValueError(f"{piece.key} has a different shape")
-        for dim, (start, length) in enumerate(zip(piece.offset, piece.size, strict=True)):
-            view = view.narrow(dim, start, length)
+        view = narrow_box(tensor, piece.offset, piece.size)
         found.append((memory[piece.at : piece.end].view(view.dtype).view(piece.size), view))
     return found

@@ -25,13 +25,13 @@ from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, ShardManifest
 from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.device import host_copy
 from gemini_hpc.train.device.interface import Event
-from gemini_hpc.train.state import host_bytes
 from gemini_hpc.train.state.encode import Gaps
 from gemini_hpc.train.state.lifted import LiftedSources, LiftedTensor
 from gemini_hpc.train.state.ownership import Block, TensorEntry
 from gemini_hpc.train.state.sample import OTHERS, PARAMETERS, Turns, have_same_bits, sample_elements
 from gemini_hpc.train.state.source import TensorSource
-from gemini_hpc.train.state.tree import Leaf, get_local
+from gemini_hpc.train.state.tensors import get_local, pass_bytes
+from gemini_hpc.train.state.tree import Leaf
 
 _TURNS = 32  # one in so many of the pieces not copied again is compared in each version
 _BATCH_BYTES = 1 << 20  # pieces below this go through one _foreach_copy_
@@ -207,7 +207,7 @@ class CaptureJob(VersionTimes):
 def _digest(views: Sequence[torch.Tensor]) -> str:
     hasher = xxhash.xxh3_128()
     for view in views:
-        host_bytes.pass_bytes(view, hasher.update)
+        pass_bytes(view, hasher.update)
     return hasher.hexdigest()
 
 

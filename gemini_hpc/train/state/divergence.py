@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import torch
 import xxhash
 
-from gemini_hpc.train.state import host_bytes
 from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.sample import sample_elements
+from gemini_hpc.train.state.tensors import pass_bytes
 
 _GROUPS = 8  # groups of ranks compared in one round
 _TENSORS = 256  # tensors of a group compared in one round
@@ -114,7 +114,7 @@ class Divergence:
                     continue
                 hasher = xxhash.xxh3_64()
                 for sample in samples:
-                    host_bytes.pass_bytes(sample, hasher.update)
+                    pass_bytes(sample, hasher.update)
                 found.append(hasher.intdigest() >> 2 | 1)
         return found
 

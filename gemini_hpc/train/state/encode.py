@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gemini_hpc.train.state import host_bytes
+from gemini_hpc.train.state.tensors import copy_bytes
 
 MAX_DEPTH = 64
 MAX_DIMS = 64
@@ -221,7 +221,7 @@ def _put_tensor(out: list[bytes], value: torch.Tensor, where: str) -> None:
         _put_array(out, b"X", str(value.dtype), value.shape, bytes(flat.numel()))
         out.deferred.append((len(out) - 1, flat))
     else:
-        _put_array(out, b"X", str(value.dtype), value.shape, host_bytes.copy_bytes(flat))
+        _put_array(out, b"X", str(value.dtype), value.shape, copy_bytes(flat))
 
 
 def _put_ndarray(out: list[bytes], tag: bytes, value: np.ndarray[Any, Any], where: str) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from gemini_hpc.train.state.modules import UNNAMED
 from gemini_hpc.train.state.optimizers import list_with_inner
+from gemini_hpc.train.state.tensors import get_local
 
 _USUAL = ("state", "param_groups")
 
@@ -25,9 +25,8 @@ def find_addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _find_address(tensor: torch.Tensor) -> int:
-    local_tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     try:
-        return local_tensor.untyped_storage().data_ptr()
+        return get_local(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a class that is made of other tensors
         return 0
 

@@ -20,18 +20,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gemini_hpc.train.state import encode
+from gemini_hpc.train.state.tensors import get_local
 
 Recipe = dict[str, Any]
 _DEEP = 8
 
 
-def _get_local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def is_composed(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is made of other tensors and can name them."""
-    kind = type(_get_local(tensor))
+    kind = type(get_local(tensor))
     if kind in (torch.Tensor, torch.nn.Parameter):
         return False
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
@@ -42,7 +39,7 @@ def list_parts(tensor: torch.Tensor, above: str = "", deep: int = _DEEP) -> Iter
 
     A part that cannot name its own parts is yielded as it is.
     """
-    local_tensor = _get_local(tensor)
+    local_tensor = get_local(tensor)
     for name in local_tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         inner = getattr(local_tensor, name)
         if is_composed(inner) and deep:
@@ -73,12 +70,12 @@ class CompositeTensor(NamedTuple):
         names, about = self.tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         found = [getattr(self.tensor, name) for name in names]
         same = tuple(names) == self.names and all(map(is_, found, self.inner)) and about == self.about
-        return same and _get_local(self.whole) is self.tensor
+        return same and get_local(self.whole) is self.tensor
 
 
 def list_levels(tensor: torch.Tensor) -> Iterator[CompositeTensor]:
     """Yield the tensor, and those of its inner tensors that are made of others again."""
-    local_tensor = _get_local(tensor)
+    local_tensor = get_local(tensor)
     names, about = local_tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     found = [getattr(local_tensor, name) for name in names]
     yield CompositeTensor(tensor, local_tensor, tuple(names), about, found)
@@ -103,7 +100,7 @@ def build_recipe(tensor: torch.Tensor) -> Recipe:
 
     The recipe consists of values that `encode` takes, as far as the class of the tensor uses only such values.
     """
-    local_tensor = _get_local(tensor)
+    local_tensor = get_local(tensor)
     names, about = local_tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(local_tensor, name) for name in names}
     return {

@@ -17,7 +17,7 @@ from gemini_hpc.format.dtypes import get_item_bytes
 from gemini_hpc.train.state.encode import MAX_DEPTH, DTensorPart, Lifted
 from gemini_hpc.train.state.sample import sample_elements
 from gemini_hpc.train.state.source import TensorSource
-from gemini_hpc.train.state.torch_dtypes import find_dtype, name_dtype
+from gemini_hpc.train.state.tensors import find_dtype, is_folded, name_dtype
 
 LEAST_BYTES = 64 << 10
 BUFFERS = "buffers"
@@ -91,8 +91,8 @@ def _is_liftable(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
         return False
-    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        return False  # several elements share their memory: small, however large it looks
+    if is_folded(tensor):
+        return False  # small, however large it looks
     try:
         return get_item_bytes(name_dtype(tensor.dtype)) == tensor.element_size()
     except ValueError:

@@ -32,8 +32,8 @@ from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Piece, ShardManifest, TensorRow
 from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
 from gemini_hpc.train.state import encode, inner, lifted
-from gemini_hpc.train.state.torch_dtypes import find_dtype
-from gemini_hpc.train.state.tree import Leaf, StateTree, compute_local_box, get_local
+from gemini_hpc.train.state.tensors import find_dtype, get_local, narrow_box
+from gemini_hpc.train.state.tree import Leaf, StateTree, compute_local_box
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
@@ -172,12 +172,9 @@ class MemoryReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the planned chunks into their targets."""
         for item in plan.items:
-            offset = tuple(item.storage_index.offset or ())
-            view = self.read_piece(item.storage_index.fqn, offset)
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                view = view.narrow(dim, start, length)
+            piece = self.read_piece(item.storage_index.fqn, tuple(item.storage_index.offset or ()))
             target = planner.resolve_tensor(item)
-            target.detach().copy_(view)
+            target.detach().copy_(narrow_box(piece, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from gemini_hpc.client import mistake
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, TensorRow
-from gemini_hpc.train.state import encode, extra_state, handed_out, hidden, host_bytes, inner, rng, sharded, sparse
+from gemini_hpc.train.state import encode, extra_state, handed_out, hidden, inner, rng, sharded, sparse
 from gemini_hpc.train.state.buckets import ArrivalOrder
 from gemini_hpc.train.state.comm_hooks import CommHooks
 from gemini_hpc.train.state.groups import Members, ParameterGroup, unpack
@@ -30,7 +30,7 @@ from gemini_hpc.train.state.lifted import Lift, is_early
 from gemini_hpc.train.state.loader import read_loader_units
 from gemini_hpc.train.state.modules import Modules, UnsupportedStateError, are_same, is_gathered
 from gemini_hpc.train.state.ownership import TensorEntry
-from gemini_hpc.train.state.torch_dtypes import name_dtype
+from gemini_hpc.train.state.tensors import get_local, is_folded, name_dtype, pass_bytes
 
 _PRINT_SAMPLES = 4096
 
@@ -113,11 +113,6 @@ def lifts_nothing(name: str, tensor: torch.Tensor) -> bool:
 def defers_nothing(tensor: torch.Tensor) -> bool:
     """Return False: for small states that are complete at once."""
     return False
-
-
-def get_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that lies in this process."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -702,7 +697,7 @@ class StateTree:
         for name, saved in small["buffers"].items():
             now = buffers.get(name)
             alike = now is not None and (get_local(now).shape, now.dtype) == (saved.shape, saved.dtype)
-            if now is not None and alike and not _is_folded(get_local(now)):
+            if now is not None and alike and not is_folded(get_local(now)):
                 get_local(now).copy_(saved)
                 continue
             value = saved if now is None else saved.to(now.device)
@@ -723,11 +718,6 @@ def _read_state(name: str, item: Stateful) -> Any:
         return item.state_dict()
     except Exception as error:
         raise NotGivenError(f"state_dict() of {name} has raised {mistake.describe_error(error)}") from error
-
-
-def _is_folded(tensor: torch.Tensor) -> bool:
-    """Return whether several elements share their memory (`expand`). Such a tensor cannot be written."""
-    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _list_grouped(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
@@ -754,5 +744,5 @@ def _fingerprint(tensor: torch.Tensor, closely: bool) -> int:
         if flat.numel() > _PRINT_SAMPLES and not closely:
             flat = flat[:: -(-flat.numel() // _PRINT_SAMPLES)]
         hasher = xxhash.xxh3_64()
-        host_bytes.pass_bytes(flat, hasher.update)
+        pass_bytes(flat, hasher.update)
     return (hasher.intdigest() >> 1) | 1
