@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from gemini_hpc import clock, lines
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.chosen_version import fetch_on_all
 from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, ShardOwner
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.client.slot_requests import SlotRequests
@@ -31,7 +32,6 @@ from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
 _CHUNK_BYTES = 1 << 20
-_ROUNDS = 3  # rounds in which the ranks try to load the agents' chosen version
 
 
 class Checkpointer:
@@ -148,27 +148,13 @@ class Checkpointer:
             raise RuntimeError(f"resume() is collective: {difference}")
         if session.welcome.notice:
             session.say_once(session.welcome.notice)
-        for _ in range(_ROUNDS):
-            welcome = session.welcome
-            for line in welcome.lost:
-                session.say_once(f"memory could not serve: {line}")
-            if not welcome.chosen_version:
-                session.exit_if_done()
-                session.report_others()
-                return 0
-            began = clock.time()
-            shards: list[Saved] = []
-            try:
-                shards = self._fetch(welcome)
-            except (AgentLost, AgentRefused, OSError, ValueError) as error:
-                session.say(f"version {welcome.chosen_version} cannot be loaded: rank {self._rank}: {error}")
-            if session.is_true_on_all(bool(shards)):
-                break
-            session.join_anew()
-            if not session.protected:
-                session.try_again("the saved state cannot be loaded without the agents")
-        else:
-            session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
+        began = clock.time()
+        shards = fetch_on_all(session, self._fetch, session.join_anew)
+        if not shards:
+            session.exit_if_done()
+            session.report_others()
+            return 0
+        welcome = session.welcome
         fetched = clock.time()
         self._load(shards, welcome.chosen_world == self._world)
         session.version = self._last = welcome.chosen_version

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.chosen_version import fetch_on_all
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.train import meeting, start
@@ -20,7 +20,6 @@ from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.wire import local
 
-RESUME_ATTEMPTS = 3
 REJECT_S = 30.0  # the agent of this node only records it
 _MOST_TEXT = 300
 
@@ -109,7 +108,7 @@ class Restorer:
         Return 0 if there is none and the training may begin anew.
         """
         began, session = clock.time(), self._session
-        shards = self._choose_and_fetch()
+        shards = fetch_on_all(session, self._fetch_shards, self._join_anew)
         welcome = session.welcome
         if not shards:
             if welcome.rejected and not welcome.fresh:
@@ -265,33 +264,6 @@ class Restorer:
         return session.version
 
     # ---- from the agents -------------------------------------------------------------------------------
-
-    def _choose_and_fetch(self) -> list[restore.SavedShard]:
-        """Return the shards of the version to resume from, or none for a fresh start. Collective.
-
-        If a rank cannot get its data (a copy is damaged, its holder died), all ranks send `Hello` again. The agents
-        then verify the copies that they hold and choose again.
-        """
-        session = self._session
-        for attempt in itertools.count(1):
-            welcome = session.welcome
-            for line in welcome.lost:
-                session.say_once(f"memory could not serve: {line}")
-            if not welcome.chosen_version:
-                return []
-            shards: list[restore.SavedShard] = []
-            try:
-                shards = self._fetch_shards(welcome)
-            except (AgentLost, AgentRefused, ValueError, OSError) as error:
-                session.say(f"version {welcome.chosen_version} cannot be loaded: rank {session.rank}: {error}")
-            if session.is_true_on_all(len(shards) > 0):
-                return shards
-            if attempt == RESUME_ATTEMPTS:
-                break
-            self._join_anew()
-            if not session.protected:
-                session.try_again(f"version {welcome.chosen_version} cannot be loaded without the agents")
-        return session.try_again(f"version {session.welcome.chosen_version} is not readable everywhere")
 
     def _fetch(self, rank: int) -> restore.SavedShard:
         reply, fd = self._session.fetch(rank)
