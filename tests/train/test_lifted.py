@@ -167,7 +167,7 @@ def test_what_is_lifted_is_put_back() -> None:
 )
 def test_a_word_about_a_tensor_elsewhere_that_is_none_is_refused(words: tuple[Any, ...]) -> None:
     out: list[bytes] = []
-    encode._put_items(out, b"L", words, len(words), "state", 0)
+    encode._put_items(out, b"L", words, "state", 0)
     with pytest.raises(ValueError, match=r"encoded state (refers to|has an invalid reference to) a tensor"):
         encode.decode(b"".join(out))
 

@@ -17,7 +17,7 @@ import struct
 import sys
 import types
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -160,51 +160,39 @@ class _Around(list[bytes]):
 
 
 def _put_sized(out: list[bytes], tag: bytes, payload: bytes) -> None:
-    out.append(tag)
-    out.append(_SIZE.pack(len(payload)))
-    out.append(payload)
+    out += (tag, _SIZE.pack(len(payload)), payload)
 
 
-def _put_items(out: list[bytes], tag: bytes, items: Iterable[Any], count: int, where: str, depth: int) -> None:
-    out.append(tag)
-    out.append(_COUNT.pack(count))
+def _put_items(out: list[bytes], tag: bytes, items: Sequence[Any], where: str, depth: int) -> None:
+    out += (tag, _COUNT.pack(len(items)))
     for index, item in enumerate(items):
         _put_value(out, item, f"{where}[{index}]", depth + 1)
 
 
 def _put_mapping(out: list[bytes], tag: bytes, value: dict[Any, Any], where: str, depth: int) -> None:
-    out.append(tag)
-    out.append(_COUNT.pack(len(value)))
+    out += (tag, _COUNT.pack(len(value)))
     for key, item in value.items():
         _put_value(out, key, f"{where} (key {key!r})", depth + 1)
         _put_value(out, item, f"{where}[{key!r}]", depth + 1)
 
 
-def _put_set(out: list[bytes], tag: bytes, value: Iterable[Any], count: int, where: str, depth: int) -> None:
+def _put_set(out: list[bytes], tag: bytes, value: Collection[Any], where: str, depth: int) -> None:
     members: list[bytes] = []
     for item in value:
         member: list[bytes] = []
         _put_value(member, item, f"{where}{{{item!r}}}", depth + 1)
         members.append(b"".join(member))
-    out.append(tag)
-    out.append(_COUNT.pack(count))
-    out.extend(sorted(members))
+    out += (tag, _COUNT.pack(len(members)), *sorted(members))
 
 
 def _put_int(out: list[bytes], value: int) -> None:
     _put_sized(out, b"i", value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True))
 
 
-def _put_array(out: list[bytes], tag: bytes, name: str, shape: Iterable[int], payload: bytes) -> None:
-    out.append(tag)
+def _put_array(out: list[bytes], tag: bytes, name: str, shape: Sequence[int], payload: bytes) -> None:
     text = name.encode()
-    out.append(_COUNT.pack(len(text)))
-    out.append(text)
-    dims = tuple(shape)
-    out.append(_COUNT.pack(len(dims)))
-    out.extend(_SIZE.pack(dim) for dim in dims)
-    out.append(_SIZE.pack(len(payload)))
-    out.append(payload)
+    out += (tag, _COUNT.pack(len(text)), text, _COUNT.pack(len(shape)), *map(_SIZE.pack, shape))
+    out += (_SIZE.pack(len(payload)), payload)
 
 
 def _put_tensor(out: list[bytes], value: torch.Tensor, where: str) -> None:
@@ -241,23 +229,19 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
     bytes: lambda out, value, where, depth: _put_sized(out, b"b", value),
     bytearray: lambda out, value, where, depth: _put_sized(out, b"B", bytes(value)),
     io.BytesIO: lambda out, value, where, depth: _put_sized(out, b"I", value.getvalue()),
-    list: lambda out, value, where, depth: _put_items(out, b"l", value, len(value), where, depth),
-    tuple: lambda out, value, where, depth: _put_items(out, b"t", value, len(value), where, depth),
-    torch.Size: lambda out, value, where, depth: _put_items(out, b"z", tuple(value), len(value), where, depth),
-    range: lambda out, value, where, depth: _put_items(
-        out, b"r", (value.start, value.stop, value.step), 3, where, depth
-    ),
-    deque: lambda out, value, where, depth: _put_items(
-        out, b"q", (value.maxlen, *value), len(value) + 1, where, depth
-    ),
+    list: lambda out, value, where, depth: _put_items(out, b"l", value, where, depth),
+    tuple: lambda out, value, where, depth: _put_items(out, b"t", value, where, depth),
+    torch.Size: lambda out, value, where, depth: _put_items(out, b"z", value, where, depth),
+    range: lambda out, v, where, depth: _put_items(out, b"r", (v.start, v.stop, v.step), where, depth),
+    deque: lambda out, value, where, depth: _put_items(out, b"q", (value.maxlen, *value), where, depth),
     dict: lambda out, value, where, depth: _put_mapping(out, b"d", value, where, depth),
     OrderedDict: lambda out, value, where, depth: _put_mapping(out, b"O", value, where, depth),
     argparse.Namespace: lambda out, value, where, depth: _put_mapping(out, b"n", vars(value), where, depth),
     Counter: lambda out, value, where, depth: _put_mapping(out, b"C", value, where, depth),
-    set: lambda out, value, where, depth: _put_set(out, b"S", value, len(value), where, depth),
-    frozenset: lambda out, value, where, depth: _put_set(out, b"Z", value, len(value), where, depth),
-    DTensorPart: lambda out, value, where, depth: _put_items(out, b"P", value, 3, where, depth),
-    Lifted: lambda out, value, where, depth: _put_items(out, b"L", value, 4, where, depth),
+    set: lambda out, value, where, depth: _put_set(out, b"S", value, where, depth),
+    frozenset: lambda out, value, where, depth: _put_set(out, b"Z", value, where, depth),
+    DTensorPart: lambda out, value, where, depth: _put_items(out, b"P", value, where, depth),
+    Lifted: lambda out, value, where, depth: _put_items(out, b"L", value, where, depth),
     torch.dtype: lambda out, value, where, depth: _put_sized(out, b"D", str(value).encode()),
     torch.device: lambda out, value, where, depth: _put_sized(out, b"v", str(value).encode()),
     datetime.datetime: lambda out, value, where, depth: _put_datetime(out, value, where),
@@ -393,9 +377,6 @@ class _Reader:
             vars(found)[key] = value
         return found
 
-    def read_integer(self) -> int:
-        return int.from_bytes(self.read_sized(), "little", signed=True)
-
     def read_array(self) -> tuple[str, tuple[int, ...], memoryview]:
         name = bytes(self.read_bytes(self.read_count())).decode()
         ndim = self.read_count()
@@ -454,9 +435,6 @@ class _Reader:
             raise ValueError("encoded state has a NumPy scalar with dimensions")
         return array[()]
 
-    def read_dtype(self) -> torch.dtype:
-        return _TORCH_DTYPES[bytes(self.read_sized()).decode()]
-
     def read_range(self, depth: int) -> range:
         start, stop, step = self.read_items(depth)
         return range(start, stop, step)
@@ -471,9 +449,6 @@ class _Reader:
         if len(result) != len(items):
             raise ValueError("encoded state has a set member twice")
         return result
-
-    def read_size(self, depth: int) -> torch.Size:
-        return torch.Size(self.read_items(depth))
 
     def read_enum(self, depth: int) -> enum.Enum | str:
         pair = self.read_value(depth + 1)
@@ -493,16 +468,12 @@ class _Reader:
         plain = text.removesuffix("~")
         return datetime.datetime.fromisoformat(plain).replace(fold=len(text) - len(plain))
 
-    def read_timedelta(self) -> datetime.timedelta:
-        days, seconds, microseconds = _TIMEDELTA.unpack(self.read_bytes(24))
-        return datetime.timedelta(days, seconds, microseconds)
-
 
 _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"N": lambda r, depth: None,
     b"T": lambda r, depth: True,
     b"F": lambda r, depth: False,
-    b"i": lambda r, depth: r.read_integer(),
+    b"i": lambda r, depth: int.from_bytes(r.read_sized(), "little", signed=True),
     b"f": lambda r, depth: _FLOAT.unpack(r.read_bytes(8))[0],
     b"j": lambda r, depth: complex(*_COMPLEX.unpack(r.read_bytes(16))),
     b"s": lambda r, depth: bytes(r.read_sized()).decode("utf-8", "surrogatepass"),
@@ -511,7 +482,7 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"I": lambda r, depth: io.BytesIO(r.read_sized()),
     b"l": lambda r, depth: r.read_items(depth),
     b"t": lambda r, depth: tuple(r.read_items(depth)),
-    b"z": lambda r, depth: r.read_size(depth),
+    b"z": lambda r, depth: torch.Size(r.read_items(depth)),
     b"r": lambda r, depth: r.read_range(depth),
     b"q": lambda r, depth: r.read_deque(depth),
     b"d": lambda r, depth: r.read_mapping(depth),
@@ -520,11 +491,11 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"C": lambda r, depth: Counter(r.read_mapping(depth)),
     b"S": lambda r, depth: r.read_members(depth),
     b"Z": lambda r, depth: frozenset(r.read_members(depth)),
-    b"D": lambda r, depth: r.read_dtype(),
+    b"D": lambda r, depth: _TORCH_DTYPES[bytes(r.read_sized()).decode()],
     b"v": lambda r, depth: torch.device(bytes(r.read_sized()).decode()),
     b"w": lambda r, depth: r.read_datetime(),
     b"y": lambda r, depth: datetime.date.fromisoformat(bytes(r.read_sized()).decode()),
-    b"e": lambda r, depth: r.read_timedelta(),
+    b"e": lambda r, depth: datetime.timedelta(*_TIMEDELTA.unpack(r.read_bytes(24))),
     b"P": lambda r, depth: r.read_part(depth),
     b"L": lambda r, depth: r.read_lifted(depth),
     b"G": lambda r, depth: GeneratorState(r.read_sized()),
