@@ -27,10 +27,10 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import ShardManifest
 from gemini_hpc.format.slot_header import PAGE_BYTES, Header, SlotLayout, pack_header
-from gemini_hpc.train.device.memory import TensorShardOwner, map_copy, register
+from gemini_hpc.train.device.memory import TensorShardOwner, register
 from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.state import collectives
-from gemini_hpc.train.state.restore import SavedShard
+from gemini_hpc.train.state.restore import SavedShard, fetch_shard
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox
 from gemini_hpc.train.transport.host import HostTransport
 from gemini_hpc.wire.stored import Tier
@@ -353,11 +353,7 @@ class StackSession:
             AgentLost, AgentRefused, OSError, ValueError: The shard cannot be fetched or is not the expected one.
         """
         self._session.require_agent()
-        reply, fd = self._session.fetch(rank)
-        saved = SavedShard.from_slot(map_copy(fd, reply.used), reply.bytes)
-        if (saved.header.stamp.version, saved.header.rank) != (self._session.welcome.chosen_version, rank):
-            raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
-        return saved
+        return fetch_shard(self._session, rank)[0]
 
     def _defer_shard(self, facts: ShardDescription) -> SavedShard:
         """Return a shard that is fetched when one of its tensors is requested."""

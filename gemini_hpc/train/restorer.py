@@ -12,7 +12,6 @@ from gemini_hpc.client.chosen_version import fetch_on_all
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.train import meeting, start
-from gemini_hpc.train.device.memory import map_copy
 from gemini_hpc.train.meeting import Meetings
 from gemini_hpc.train.state import restore, rng
 from gemini_hpc.train.state.loader import StatefulLoader, read_loader_units
@@ -266,12 +265,9 @@ class Restorer:
     # ---- from the agents -------------------------------------------------------------------------------
 
     def _fetch(self, rank: int) -> restore.SavedShard:
-        reply, fd = self._session.fetch(rank)
+        saved, reply = restore.fetch_shard(self._session, rank)
         if rank == self._session.rank:
             self._own_copy = Content(reply.epoch, reply.version, reply.used, reply.digest)
-        saved = restore.SavedShard.from_slot(map_copy(fd, reply.used), reply.bytes)
-        if (saved.header.stamp.version, saved.header.rank) != (reply.version, rank):
-            raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
         return saved
 
     def _fetch_shards(self, welcome: local.Welcome) -> list[restore.SavedShard]:

@@ -28,12 +28,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Piece, ShardManifest, TensorRow
 from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
+from gemini_hpc.train.device.memory import map_copy
 from gemini_hpc.train.state import encode, inner, lifted
 from gemini_hpc.train.state.tensors import find_dtype, get_local, narrow_box
 from gemini_hpc.train.state.tree import Leaf, StateTree, compute_local_box
+from gemini_hpc.wire import local
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
@@ -203,6 +206,22 @@ def _count_overlap(a: Box, b: Box) -> int:
     return math.prod(sides)
 
 
+def fetch_shard(session: RankSession, rank: int) -> tuple[SavedShard, local.Copy]:
+    """Return a shard of the version that the agents have chosen, and the agent's answer.
+
+    Raises:
+        AgentLost: There is no agent.
+        AgentRefused: The agent has no copy.
+        OSError: The copy cannot be mapped.
+        ValueError: The copy is damaged, or is not the expected one.
+    """
+    reply, fd = session.fetch(rank)
+    saved = SavedShard.from_slot(map_copy(fd, reply.used), reply.bytes)
+    if (saved.header.stamp.version, saved.header.rank) != (session.welcome.chosen_version, rank):
+        raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
+    return saved, reply
+
+
 def is_self_sufficient(saved: SavedShard, tree: StateTree) -> bool:
     """Return whether this rank's own shard has everything that this rank needs.
 
@@ -259,32 +278,32 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[TensorRow], small: dict
         for name in [n for n in state if n not in names]:
             del state[name]
         for name, wanted_row in names.items():
+            old = state.get(name)
             if wanted_row is None:
                 state[name] = small["odd"][i, owner, name]
-                continue
-            row = wanted_row
-            old = state.get(name)
-            if (i, owner, name) in composed:
+            elif (i, owner, name) in composed:
                 state[name] = _ensure_composed(old, made[i, owner, name], composed[i, owner, name], parameter)
-                continue
-            dtype = find_dtype(row.dtype)
-            if row.like_owner:
-                if not (isinstance(old, torch.Tensor) and old.shape == parameter.shape and old.dtype == dtype):
-                    state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            elif not (
-                isinstance(old, torch.Tensor)
-                and not isinstance(old, DTensor)
-                and tuple(old.shape) == row.shape
-                and old.dtype == dtype
-            ):
-                like = get_local(parameter)
-                device = like.device if row.device == like.device.type else torch.device(row.device)
-                if isinstance(parameter, DTensor) and tuple(parameter.shape) == row.shape and row.shape:
-                    state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                elif tuple(like.shape) == row.shape and row.shape:
-                    state[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-                else:
-                    state[name] = torch.empty(row.shape, dtype=dtype, device=device)
+            else:
+                state[name] = _ensure_tensor(old, wanted_row, parameter)
+
+
+def _ensure_tensor(old: Any, row: TensorRow, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the present tensor if it has the row's shape and type; else a new one, with any content."""
+    dtype, local_tensor = find_dtype(row.dtype), get_local(parameter)
+    shape = tuple(parameter.shape) if row.like_owner else row.shape
+    same = isinstance(old, torch.Tensor) and (tuple(old.shape), old.dtype) == (shape, dtype)
+    if same and (row.like_owner or not isinstance(old, DTensor)):
+        kept: torch.Tensor = old
+        return kept
+    for like in (parameter, local_tensor):
+        if row.like_owner or (row.shape and tuple(like.shape) == row.shape):
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(row.shape, dtype=dtype, device=_choose_device(row, local_tensor))
+
+
+def _choose_device(row: TensorRow, local_tensor: torch.Tensor) -> torch.device:
+    """Return the parameter's device if the row's tensor was on such a one, else the device that the row names."""
+    return local_tensor.device if row.device == local_tensor.device.type else torch.device(row.device)
 
 
 def _ensure_composed(
@@ -303,8 +322,8 @@ def _ensure_composed(
     def build_part(path: str) -> torch.Tensor:
         if path not in rows:
             raise ValueError(f"a {made['class']} lacks its part {path} in the saved state")
-        row, like = rows[path], get_local(parameter).device
-        device = like if row.device == like.type else torch.device(row.device)
+        row = rows[path]
+        device = _choose_device(row, get_local(parameter))
         return torch.zeros(row.shape, dtype=find_dtype(row.dtype), device=device)
 
     return inner.build_tensor(made, build_part, parameter)
