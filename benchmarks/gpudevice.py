@@ -14,7 +14,7 @@ from gemini_hpc.train.device.interface import Communicator, Device
 from gemini_hpc.train.device.pins import Pin
 from gemini_hpc.train.device.progress import Device as Progress
 from gemini_hpc.train.device.streams import Streams
-from gemini_hpc.train.nccl import capability_check
+from gemini_hpc.train.nccl import platform
 from gemini_hpc.train.nccl.communicator import NcclCommunicator
 from gemini_hpc.train.nccl.exchange import Links
 
@@ -71,7 +71,7 @@ class Gpu:
     place, backend, batch, gathered_bytes = "cuda", "nccl", 2048, 1 << 30
 
     def __init__(self) -> None:
-        self._library, self._missing = capability_check.load_library()
+        self._library, self._missing = platform.load_library()
         self._beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def names(self) -> dict[str, str]:
@@ -107,7 +107,7 @@ class Gpu:
             work()
 
     def lacking(self) -> str:
-        return self._missing or capability_check.check_environment()
+        return self._missing or platform.check_environment()
 
     def connect(self) -> Communicator:
         assert self._library is not None

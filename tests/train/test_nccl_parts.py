@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Op, Profile, Trace
-from gemini_hpc.train.nccl import capability_check
+from gemini_hpc.train.nccl import joint_planner, platform
 from gemini_hpc.train.nccl.collective_schedule import (
     Chunk,
     Place,
@@ -162,23 +162,23 @@ def test_pieces_must_not_overlap() -> None:
 
 
 def test_environments_that_would_hang_are_named() -> None:
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" in capability_check.check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    assert "CUDA_LAUNCH_BLOCKING" in capability_check.check_environment({"CUDA_LAUNCH_BLOCKING": "1"})
-    assert capability_check.check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_LAUNCH_BLOCKING": "0"}) == ""
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in platform.check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert "CUDA_LAUNCH_BLOCKING" in platform.check_environment({"CUDA_LAUNCH_BLOCKING": "1"})
+    assert platform.check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_LAUNCH_BLOCKING": "0"}) == ""
 
 
 def test_a_missing_nccl_and_a_library_that_is_none_are_named(tmp_path: Path) -> None:
     none = tmp_path / "libnccl.so.2"
     none.write_bytes(b"no library")
     for paths in ([], [str(none)], ["libc.so.6"]):
-        found, reason = capability_check.load_library(paths)
+        found, reason = platform.load_library(paths)
         assert found is None and "NCCL" in reason
 
 
 def test_trainings_that_cannot_be_followed_are_named() -> None:
-    assert "point to point" in capability_check.check_operations(["allreduce_", "send", "recv_"])
-    assert capability_check.check_operations(["allreduce_", "_allgather_base_"]) == ""
-    assert "CUDA graph" in capability_check.check_operations(["allreduce_"], captured=True)
+    assert "point to point" in joint_planner.check_operations(["allreduce_", "send", "recv_"])
+    assert joint_planner.check_operations(["allreduce_", "_allgather_base_"]) == ""
+    assert "CUDA graph" in joint_planner.check_operations(["allreduce_"], captured=True)
 
 
 # ---- the log of launches -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gemini_hpc.core.spans import Profile
-from gemini_hpc.train.nccl import capability_check, collective_schedule
+from gemini_hpc.train.nccl import collective_schedule
 from gemini_hpc.train.nccl.collective_schedule import Joint, Terms
 from gemini_hpc.train.nccl.driver import Driver
 from gemini_hpc.train.schedule.chunk_schedule import Route
@@ -19,6 +19,8 @@ from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.planner import Planner
 from gemini_hpc.train.schedule.stats_reporter import CachedProfile
 from gemini_hpc.train.schedule.traffic import Scheme, Traffic
+
+_PAIRED = ("send", "recv_", "recv_any_source_")
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +75,7 @@ class JointPlanner(Planner):
         """Make the profile. Return it encoded for the other ranks, with the link values."""
         standing, meter = super().encode_standing(over_at), self.meter
         names = [self._watch.names.get(op.kind, "") for _, trace in self._usual[-1:] for op in trace.ops]
-        unfit = capability_check.check_operations(names, captured=self._watch.captured)
+        unfit = check_operations(names, captured=self._watch.captured)
         return self._pack(standing, meter.B if meter.known else 0.0, meter.alpha, unfit)
 
     def _pack(self, standing: bytes, B: float, alpha: float, unfit: str = "") -> bytes:
@@ -161,3 +163,20 @@ class JointPlanner(Planner):
         if self.profile is None or self._terms is None:
             return None
         return CachedProfile(self.profile, self._others, self._terms.B, self._terms.alpha)
+
+
+def check_operations(names: Sequence[str], *, captured: bool = False) -> str:
+    """Return the reason why a training that launches these operations is unsuitable; '' if there is none.
+
+    A send that precedes our operation on one rank may be a receive that follows our operation on another.
+
+    Args:
+        names: Names of the operations in torch's dispatcher.
+        captured: Whether a CUDA graph has collectives.
+    """
+    if captured:
+        return "collectives are replayed from a CUDA graph: nothing can be enqueued between them"
+    paired = sorted({name for name in names if name in _PAIRED})
+    if paired:
+        return f"the training itself sends point to point ({', '.join(paired)}): replica copies would come in between"
+    return ""

@@ -27,17 +27,6 @@ _HEAD_TAG, _SIZES_TAG, _ANSWER_TAG, _CHUNK_TAG, _ACK_TAG, _DIGEST_TAG = range(1,
 REPLIES = frozenset((_ANSWER_TAG, _ACK_TAG))  # tags of the messages from an inbox to its outbox
 
 
-class Pending(Protocol):
-    """A chunk under way."""
-
-    def wait(self) -> None:
-        """Wait until the chunk has arrived: the network is free and the chunk's memory may be changed.
-
-        Raises:
-            LinkBroken: The link broke.
-        """
-
-
 class Message(Protocol):
     """A message being sent or received."""
 
@@ -129,13 +118,18 @@ class _Link:
         return message.read_bytes()
 
 
-class _Sent:
+class Sent:
     """A sent chunk whose acknowledgement is awaited."""
 
     def __init__(self, link: _Link, sent: _OnLink, ack: _OnLink, number: int) -> None:
         self._link, self._sent, self._ack, self._number = link, sent, ack, number
 
     def wait(self) -> None:
+        """Wait until the chunk has arrived: the network is free and the chunk's memory may be changed.
+
+        Raises:
+            LinkBroken: The link broke.
+        """
         self._ack.wait()
         (number,) = _NUMBER.unpack(self._ack.read_bytes())
         if number != self._number:
@@ -169,7 +163,7 @@ class MessageOutbox(_Link, Outbox):
         self.sizes, self._next = head.sizes, 0
         return answer == _YES
 
-    def send(self, chunk: torch.Tensor) -> Pending:
+    def send(self, chunk: torch.Tensor) -> Sent:
         """Send the next chunk of the offered version.
 
         The chunk must not change until the result's `wait` has returned. Several chunks may be under way; they are
@@ -184,7 +178,7 @@ class MessageOutbox(_Link, Outbox):
             raise ValueError(f"chunk {k} has {chunk.numel()} bytes; announced was {announced}")
         self._next += 1
         ack = self.start(False, torch.empty(_NUMBER.size, dtype=torch.uint8, device="cpu"), _ACK_TAG)
-        return _Sent(self, self.start(True, chunk, _CHUNK_TAG), ack, k)
+        return Sent(self, self.start(True, chunk, _CHUNK_TAG), ack, k)
 
     def finish(self, digest: str) -> None:
         """Send the digest, which ends the version."""

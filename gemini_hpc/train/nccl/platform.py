@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -11,10 +12,9 @@ import torch.distributed as dist
 from gemini_hpc.train.device import cuda
 from gemini_hpc.train.device.interface import Communicator, Device, Message
 from gemini_hpc.train.device.pins import Pin
-from gemini_hpc.train.nccl import capability_check
 from gemini_hpc.train.nccl.communicator import NcclCommunicator
 from gemini_hpc.train.nccl.exchange import Links
-from gemini_hpc.train.nccl.library import Library
+from gemini_hpc.train.nccl.library import Library, NcclUnavailable
 
 CONNECT_S = 60.0  # limit for the communicator's creation, and for its first messages; both are slow on many nodes
 
@@ -40,8 +40,8 @@ class Platform:
             return f"training state is on {others}; all of it must be on the current device, {current_device}"
         if "nccl" not in str(dist.get_backend_config()):
             return "the training's default process group is not of NCCL"
-        self._library, missing = capability_check.load_library()
-        return missing or capability_check.check_environment()
+        self._library, missing = load_library()
+        return missing or check_environment()
 
     def create_unique_id(self) -> bytes:
         """Return an NCCL id for `connect` on all ranks; called on one rank.
@@ -84,6 +84,27 @@ class Platform:
             RuntimeError: If the memory cannot be pinned.
         """
         return cuda.Pinned(memory, self._index)
+
+
+def check_environment(environ: Mapping[str, str] | None = None) -> str:
+    """Return the reason why this process's environment forbids NCCL copies; '' if there is none."""
+    given = os.environ if environ is None else environ
+    if given.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
+        return (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue: a copy that waits for another rank would "
+            "hold up the training's kernels"
+        )
+    if given.get("CUDA_LAUNCH_BLOCKING", "").strip() not in ("", "0"):
+        return "CUDA_LAUNCH_BLOCKING is set: nothing can be enqueued without waiting for it"
+    return ""
+
+
+def load_library(paths: list[str] | None = None) -> tuple[Library | None, str]:
+    """Return NCCL, or the reason why it is unavailable."""
+    try:
+        return Library(paths), ""
+    except (NcclUnavailable, OSError) as error:
+        return None, str(error)
 
 
 def build_first_messages(device: Device, rank: int, links: Links) -> tuple[list[Message], list[Message]]:

@@ -21,7 +21,8 @@ from torch.nn.parameter import is_lazy
 
 from gemini_hpc.client import mistake
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, TensorRow
-from gemini_hpc.train.state import encode, extra_state, handed_out, hidden, inner, rng, sharded, sparse
+from gemini_hpc.train.state import encode, extra_state, handed_out, inner, rng, sharded
+from gemini_hpc.train.state.beside import Hidden, Sparse, find_beside
 from gemini_hpc.train.state.buckets import ArrivalOrder
 from gemini_hpc.train.state.comm_hooks import CommHooks
 from gemini_hpc.train.state.groups import Members, ParameterGroup, unpack
@@ -129,17 +130,6 @@ def _build_unsupported_error(name: str, local_tensor: torch.Tensor) -> Unsupport
         f"{name} is a {type(local_tensor).__qualname__} ({local_tensor.layout}, {local_tensor.device}): "
         "only dense tensors and DTensors of them can be captured"
     )
-
-
-def _find_hidden_or_sparse(
-    fqn: str, tensor: torch.Tensor, module: nn.Module | None, key: str
-) -> hidden.Hidden | sparse.Sparse | None:
-    """Return the tensors that make a parameter beside its own memory, or in its place.
-
-    Raises:
-        UnsupportedStateError: They cannot be captured.
-    """
-    return sparse.find_sparse(tensor) or hidden.find_hidden(fqn, tensor, module, key)
 
 
 def find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
@@ -256,7 +246,7 @@ class StateTree:
         self._leaves: list[Leaf] = []
         self._parts = _Parts()  # of parameters
         self._places: dict[str, tuple[nn.Module | None, str]] = {}  # of parameters with tensors outside their memory
-        self._beside: dict[str, hidden.Hidden | sparse.Sparse] = {}
+        self._beside: dict[str, Hidden | Sparse] = {}
         self._made: bytes | None = None  # recipes as encoded for the small state
         self._flags: list[bool] = []  # which parameters are trained now
         self._members: list[Members] = []
@@ -295,8 +285,8 @@ class StateTree:
                 [part for _, part in inner.list_parts(local_tensor)] if is_composed(local_tensor) else [local_tensor]
             )
             place = module, fqn.rpartition(".")[2]
-            if (beside := _find_hidden_or_sparse(fqn, tensor, *place)) is not None:
-                plain = [*([] if isinstance(beside, sparse.Sparse) else plain), *beside.tensors.values()]
+            if (beside := find_beside(fqn, tensor, *place)) is not None:
+                plain = [*([] if isinstance(beside, Sparse) else plain), *beside.tensors.values()]
                 places[fqn] = place
             if not all(_is_plain(part) and not part.is_meta for part in plain):
                 raise _build_unsupported_error(fqn, local_tensor)
@@ -390,14 +380,14 @@ class StateTree:
                 self._leaves += state.leaves
         return self._leaves, {key: value for state in states for key, value in state.read_odd().items()}
 
-    def _find_beside(self) -> dict[str, hidden.Hidden | sparse.Sparse]:
+    def _find_beside(self) -> dict[str, Hidden | Sparse]:
         tensors = {p.fqn: p.tensor for p in self.params if p.fqn in self._places}
-        found = {fqn: _find_hidden_or_sparse(fqn, tensor, *self._places[fqn]) for fqn, tensor in tensors.items()}
+        found = {fqn: find_beside(fqn, tensor, *self._places[fqn]) for fqn, tensor in tensors.items()}
         return {fqn: beside for fqn, beside in found.items() if beside is not None}
 
     def _list_parameter_leaves(self, p: Param) -> list[Leaf]:
         beside = self._beside.get(p.fqn)
-        if isinstance(beside, sparse.Sparse):
+        if isinstance(beside, Sparse):
             own = []
         elif is_composed(p.tensor):
             own = [
@@ -418,7 +408,7 @@ class StateTree:
         """Return the names of parameters that have state outside their memory."""
         self.find_leaves()
         found = self._beside.items()
-        return [fqn for fqn, beside in found if isinstance(beside, hidden.Hidden) and beside.tensors]
+        return [fqn for fqn, beside in found if isinstance(beside, Hidden) and beside.tensors]
 
     def _build_recipes(self) -> dict[str, inner.Recipe]:
         """Return the recipes of parameters, by name."""

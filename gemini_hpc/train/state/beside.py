@@ -1,10 +1,12 @@
-"""State of a parameter outside its memory: the `quant_state` of bitsandbytes' 4-bit weights.
+"""State of a parameter beside its own memory, or in its place.
 
-Scales and codes are captured beside the packed values, under `KEY.quant_state.absmax`. Plain values (block size,
-type) go with the small state and have to be the same at the resume.
+The `quant_state` of bitsandbytes' 4-bit weights is such state. Its scales and codes are captured beside the packed
+values, under `KEY.quant_state.absmax`. Plain values (block size, type) go with the small state and have to be the
+same at the resume. The state is found by its shape, not by its class. It is an attribute of the parameter, or of its
+module where FSDP2 has put a parameter of its own into the place.
 
-The state is found by its shape, not by its class. It is an attribute of the parameter, or of its module where FSDP2
-has put a parameter of its own into the place.
+A sparse parameter that is not trained is captured by the dense tensors it is made of, under `KEY.values`. A trained
+one gets other indices with each step, in other numbers than planned. Such a parameter is not captured.
 """
 
 from __future__ import annotations
@@ -23,6 +25,12 @@ from gemini_hpc.train.state.modules import UnsupportedStateError
 _NAME = "quant_state"
 _DEEP = 4
 _MODULES = "weight"  # a module's quant_state belongs to its parameter of this name
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
 
 
 class Hidden:
@@ -97,8 +105,45 @@ def _find_holders(parameter: torch.Tensor, module: nn.Module | None, key: str) -
             yield vars(module)
 
 
-def find_hidden(fqn: str, parameter: torch.Tensor, module: nn.Module | None, key: str) -> Hidden | None:
-    """Return the state outside the memory of a parameter; None where there can be none.
+class Sparse:
+    """A sparse parameter that is not trained, as found."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.tensors = _list_parts(tensor)  # by path below the parameter
+        self._recipe = _build_recipe(tensor)
+
+    def is_current(self) -> bool:
+        """Return whether the parameter is made of the same memory and is not trained."""
+        if self._tensor.requires_grad or _build_recipe(self._tensor) != self._recipe:
+            return False
+        now = _list_parts(self._tensor)
+        return all(_locate(now[name]) == _locate(found) for name, found in self.tensors.items())
+
+    def build_recipe(self) -> Recipe:
+        """Return the values that have to be the same at the resume."""
+        return self._recipe
+
+
+def _list_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    detached = tensor.detach()
+    if detached.layout == torch.sparse_coo:  # the public methods require a coalesced tensor, a new object
+        return {"indices": detached._indices(), "values": detached._values()}
+    return {name: getattr(detached, name)() for name in (*_COMPRESSED[detached.layout], "values")}
+
+
+def _locate(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
+
+
+def _build_recipe(tensor: torch.Tensor) -> Recipe:
+    about = {"shape": tuple(tensor.shape), "coalesced": tensor.layout != torch.sparse_coo or tensor.is_coalesced()}
+    inner = dict.fromkeys(("values",))
+    return {"class": str(tensor.layout), "about": about, "inner": inner, "sharded": False}
+
+
+def find_beside(fqn: str, parameter: torch.Tensor, module: nn.Module | None, key: str) -> Hidden | Sparse | None:
+    """Return the state of a parameter beside its own memory, or in its place; None where there can be none.
 
     Args:
         fqn: Name of the parameter.
@@ -109,5 +154,8 @@ def find_hidden(fqn: str, parameter: torch.Tensor, module: nn.Module | None, key
     Raises:
         UnsupportedStateError: The state has a value that cannot be captured.
     """
+    layout = parameter.layout
+    if (layout == torch.sparse_coo or layout in _COMPRESSED) and not (parameter.requires_grad or parameter.is_meta):
+        return Sparse(parameter)
     holders = tuple(_find_holders(parameter, module, key))
     return Hidden(fqn, holders) if holders else None
