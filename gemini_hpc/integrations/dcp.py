@@ -334,7 +334,7 @@ class GeminiReader(MemoryReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _write_pickle(self.read_value(key)))
+                planner.load_bytes(item, write_pickle(self.read_value(key)))
             else:
                 tensors.append(item)
         return super().read_data(replace(plan, items=tensors), planner)
@@ -403,7 +403,7 @@ def _load_own_pickle(pickled: io.BytesIO) -> Any:
     return torch.load(pickled, weights_only=False)
 
 
-def _write_pickle(value: Any) -> io.BytesIO:
+def write_pickle(value: Any) -> io.BytesIO:
     """Return a value as DCP's planners unpickle it. The types are those of `encode`, which carry no code."""
     file = io.BytesIO()
     torch.save(value, file)

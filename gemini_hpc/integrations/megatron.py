@@ -13,10 +13,8 @@ values. Each rank keeps the rest (iteration, arguments, learning rates) as its o
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
@@ -31,7 +29,7 @@ except ImportError as error:
         f"gemini_hpc.integrations.megatron: pip install 'megatron-core>=0.16,<0.17' packaging ({error})"
     ) from error
 
-from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
+from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close, write_pickle
 
 __all__ = ["close", "load", "save"]
 _COMMON = ".common"  # key prefix of a rank's state beside its shards
@@ -63,7 +61,7 @@ def save(
     state = strategy.mcore_to_pyt_state_dict(
         strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
     )
-    state[f"{_COMMON}.{dist.get_rank()}"] = _write_pickle(common)
+    state[f"{_COMMON}.{dist.get_rank()}"] = write_pickle(common)
     state_dict_saver.save(
         state,
         checkpoint_id=None if iteration is None else str(iteration),
@@ -115,9 +113,3 @@ def _load_shards(wanted: dict[str, Any], reader: GeminiReader) -> dict[str, Any]
     found: dict[str, Any] = strategy._replace_sharded_keys_with_state_dict_keys(filled, paths, names)
     strategy._restore_dict_types(found, wanted)
     return found
-
-
-def _write_pickle(value: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file

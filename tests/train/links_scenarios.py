@@ -20,7 +20,7 @@ import xxhash
 
 from gemini_hpc.train.nccl import messages
 from gemini_hpc.train.nccl.gloo_links import GlooLinks
-from gemini_hpc.train.nccl.messages import MessageInbox, MessageOutbox, Pending
+from gemini_hpc.train.nccl.messages import MessageInbox, MessageOutbox, Sent
 from gemini_hpc.train.transport.base import Head, LinkBroken
 
 HANG_S = 20.0  # how long any one wait may take on a busy machine
@@ -63,7 +63,7 @@ def send_version(box: MessageOutbox, version: int, seed: int, sizes: list[int], 
     data = content(seed, used)
     if not box.offer(Head(version, used, used + 100, tuple(sizes))):
         return False
-    pending: list[Pending] = []
+    pending: list[Sent] = []
     at = 0
     for size in sizes:
         if len(pending) == ahead:

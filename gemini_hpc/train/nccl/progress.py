@@ -165,8 +165,7 @@ class Progress:
             except Exception as error:  # our own failure must not reach the training
                 self.fail(f"{type(error).__name__}: {error}")
                 self._communicator.abort()
-                versions = {*self._open, *(o.version for o in (*self._running, *(o for o, _ in self._copying)))}
-                for version in sorted(versions):
+                for version in self._list_versions():
                     self._listener.on_failed(version, False)
                 return
 
@@ -240,9 +239,14 @@ class Progress:
         drained = not self._running and not self._copying
         if not drained and now - self._aborted_at <= DRAIN_S:
             return
-        versions = {*self._open, *(o.version for o in self._running), *(o.version for o, _ in self._copying)}
+        versions = self._list_versions()
         self._running.clear()
         self._copying.clear()
         self._open.clear()
-        for version in sorted(versions):
+        for version in versions:
             self._listener.on_failed(version, drained)
+
+    def _list_versions(self) -> list[int]:
+        """Return the versions in progress."""
+        copying = (operation for operation, _ in self._copying)
+        return sorted({*self._open, *(operation.version for operation in (*self._running, *copying))})

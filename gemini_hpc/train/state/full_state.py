@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gemini_hpc.format.shard_manifest import LIFTED, Piece, ShardManifest, TensorRow
+from gemini_hpc.format.shard_manifest import LIFTED, TensorRow
 from gemini_hpc.tier import publish, version
 from gemini_hpc.train.state import groups, lifted
 from gemini_hpc.train.state.restore import SavedShard
@@ -76,11 +76,9 @@ def _open_file(path: str) -> NodeFileReader:
 
 def _read_shard(reader: NodeFileReader, stored: Stored) -> SavedShard:
     header, manifest, small = reader.read_without_tensors(stored)
-    return SavedShard(header, manifest, lambda piece: _read_piece(reader, manifest, piece), small)
-
-
-def _read_piece(reader: NodeFileReader, manifest: ShardManifest, piece: Piece) -> torch.Tensor:
-    return torch.frombuffer(reader.read_piece(manifest, piece), dtype=torch.uint8)
+    return SavedShard(
+        header, manifest, lambda piece: torch.frombuffer(reader.read_piece(manifest, piece), dtype=torch.uint8), small
+    )
 
 
 def read_whole(where: str, manifest: version.VersionManifest) -> Whole:

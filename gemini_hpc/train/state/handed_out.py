@@ -6,7 +6,7 @@ Parameters, buffers, extra state and an optimizer's `state` are captured where t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from gemini_hpc.train.state.modules import UNNAMED
 from gemini_hpc.train.state.optimizers import list_with_inner
-from gemini_hpc.train.state.tensors import get_local
+from gemini_hpc.train.state.tensors import get_local, walk_leaves
 
 _USUAL = ("state", "param_groups")
 
@@ -92,15 +92,5 @@ def _is_captured(value: Any, captured: Collection[int]) -> bool:
     """Return whether a value has only captured tensors in it, or another optimizer's state."""
     if isinstance(value, Mapping) and all(key in value for key in _USUAL):
         return True  # an optimizer inside this one is checked by itself
-    return all(isinstance(leaf, torch.Tensor) and _find_address(leaf) in captured for leaf in _list_leaves(value))
-
-
-def _list_leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _list_leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _list_leaves(item)
-    elif value is not None:
-        yield value
+    leaves = (leaf for leaf in walk_leaves(value) if leaf is not None)
+    return all(isinstance(leaf, torch.Tensor) and _find_address(leaf) in captured for leaf in leaves)

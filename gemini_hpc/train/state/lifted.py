@@ -17,7 +17,7 @@ from gemini_hpc.format.dtypes import get_item_bytes
 from gemini_hpc.train.state.encode import MAX_DEPTH, DTensorPart, Lifted
 from gemini_hpc.train.state.sample import sample_elements
 from gemini_hpc.train.state.source import TensorSource
-from gemini_hpc.train.state.tensors import find_dtype, is_folded, name_dtype
+from gemini_hpc.train.state.tensors import find_dtype, is_folded, name_dtype, walk_leaves
 
 LEAST_BYTES = 64 << 10
 BUFFERS = "buffers"
@@ -116,16 +116,7 @@ def put_back(saved: Any, loaded: Mapping[str, torch.Tensor]) -> Any:
 
 def list_lifted(saved: Any) -> Iterable[Lifted]:
     """Yield the references to lifted tensors in a decoded small state."""
-    if isinstance(saved, Lifted):
-        yield saved
-    elif type(saved) is DTensorPart:
-        yield from list_lifted(saved.tensor)
-    elif isinstance(saved, Mapping):
-        for value in saved.values():
-            yield from list_lifted(value)
-    elif isinstance(saved, (list, tuple)):
-        for value in saved:
-            yield from list_lifted(value)
+    return (leaf for leaf in walk_leaves(saved, (Lifted,)) if isinstance(leaf, Lifted))
 
 
 def allocate_tensor(lifted: Lifted) -> torch.Tensor:

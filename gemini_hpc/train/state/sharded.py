@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gemini_hpc.train.state.encode import DTensorPart
+from gemini_hpc.train.state.tensors import walk_leaves
 
 
 def replace_dtensors(state: Any) -> Any:
@@ -34,10 +35,7 @@ def replace_dtensors(state: Any) -> Any:
 
 def has_parts(saved: Any) -> bool:
     """Return whether a decoded state has parts of DTensors."""
-    if isinstance(saved, DTensorPart):
-        return True
-    values = saved.values() if isinstance(saved, Mapping) else saved if isinstance(saved, (list, tuple)) else ()
-    return any(has_parts(value) for value in values)
+    return any(isinstance(leaf, DTensorPart) for leaf in walk_leaves(saved, (DTensorPart,)))
 
 
 class Wholes:

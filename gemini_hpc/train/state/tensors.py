@@ -1,4 +1,4 @@
-"""Tensors as the state needs them: local parts, boxes, bytes on the host, and names of element types.
+"""Tensors as the state needs them: local parts, boxes, containers, bytes on the host, and names of element types.
 
 `Tensor.numpy()` makes the tensor's storage unresizable for good, also when called on a view. The training's own
 tensors are therefore read by their address.
@@ -7,7 +7,8 @@ tensors are therefore read by their address.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,20 @@ def narrow_box(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int])
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, length)
     return tensor
+
+
+def walk_leaves(value: Any, stop: tuple[type, ...] = ()) -> Iterator[Any]:
+    """Yield what mappings, lists and tuples contain, at any depth.
+
+    Args:
+        value: The outermost container, or a leaf.
+        stop: Containers of these types are leaves.
+    """
+    if isinstance(value, stop) or not isinstance(value, (Mapping, list, tuple)):
+        yield value
+        return
+    for item in value.values() if isinstance(value, Mapping) else value:
+        yield from walk_leaves(item, stop)
 
 
 def is_folded(tensor: torch.Tensor) -> bool:
