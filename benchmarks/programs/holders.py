@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 
 import gemini_hpc as gemini
-from gemini_hpc.train.nccl.gloo_links import GlooLinks
-from gemini_hpc.train.nccl.messages import Message
+from gemini_hpc.train.nccl.gloo_links import GlooLinks, Message
 
 CHUNK_BYTES, AHEAD = 1 << 20, 4
 START_S = 0.05

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from gemini_hpc.train.nccl import messages
-from gemini_hpc.train.nccl.gloo_links import GlooLinks
-from gemini_hpc.train.nccl.messages import MessageInbox, MessageOutbox, Sent
+from gemini_hpc.train.nccl import gloo_links
+from gemini_hpc.train.nccl.gloo_links import GlooLinks, MessageInbox, MessageOutbox, Sent
 from gemini_hpc.train.transport.base import Head, LinkBroken
 
 HANG_S = 20.0  # how long any one wait may take on a busy machine
@@ -206,11 +205,11 @@ def hostile(site: Site, head: list[Any] | None) -> str:
     if site.rank == 0:
         box = site.links.build_outbox(1)
         if head is None:
-            good, messages._MAGIC = messages._MAGIC, b"GEMCHNK\x01"
+            good, gloo_links._MAGIC = gloo_links._MAGIC, b"GEMCHNK\x01"
             try:
                 return Doing(lambda: box.offer(Head(1, 5, 5, (5,)))).breaks()
             finally:
-                messages._MAGIC = good
+                gloo_links._MAGIC = good
         return Doing(lambda: box.offer(Head(*head[:3], tuple(head[3])))).breaks()
     if site.rank == 1:
         inbox = site.links.build_inbox(0)

@@ -1,4 +1,4 @@
-"""The links over gloo that the NCCL transport has beside it (train/nccl/messages.py), between real processes."""
+"""The links over gloo that the NCCL transport has beside it (train/nccl/gloo_links.py), between real processes."""
 
 from __future__ import annotations
 

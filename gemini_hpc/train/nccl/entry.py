@@ -11,9 +11,8 @@ import torch.distributed as dist
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.format.slot_header import SlotLayout
 from gemini_hpc.train.nccl.driver import Driver
-from gemini_hpc.train.nccl.gloo_links import GlooLinks
+from gemini_hpc.train.nccl.gloo_links import GlooLinks, MessageOutbox
 from gemini_hpc.train.nccl.joint_planner import JointPlanner
-from gemini_hpc.train.nccl.messages import MessageOutbox
 from gemini_hpc.train.nccl.negotiation import Joined, negotiate
 from gemini_hpc.train.nccl.receiver import Receiver
 from gemini_hpc.train.nccl.streamed_replicator import StreamedReplicator

@@ -98,7 +98,6 @@ class SubBufferRing:
     def __init__(self, device: Device, p: int, part_bytes: int) -> None:
         if p < 1 or part_bytes < 1:
             raise ValueError(f"{p} parts of {part_bytes} bytes: at least one of one byte is wanted")
-        self.part_bytes = part_bytes
         self._parts = [SubBuffer(device.allocate_buffer(part_bytes)) for _ in range(p)]
         self._next = 0
 

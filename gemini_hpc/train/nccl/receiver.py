@@ -19,7 +19,7 @@ from gemini_hpc.client.session import RankSession
 from gemini_hpc.client.slot_requests import SlotRefused, SlotRequests
 from gemini_hpc.train.device.memory import TensorShard, TensorShardOwner, TensorSlot, register
 from gemini_hpc.train.nccl.driver import QUIET_S, Driver
-from gemini_hpc.train.nccl.messages import MessageInbox
+from gemini_hpc.train.nccl.gloo_links import MessageInbox
 from gemini_hpc.train.transport.base import Head, LinkBroken
 
 _RETRY_S = 0.001  # the agent frees the slot with the next seal, within milliseconds

@@ -18,7 +18,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.train.device.memory import TensorSlot
 from gemini_hpc.train.nccl.driver import QUIET_S, Carried, Driver
-from gemini_hpc.train.nccl.messages import MessageOutbox, Sent
+from gemini_hpc.train.nccl.gloo_links import MessageOutbox, Sent
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.state.capture import CaptureJob

@@ -189,10 +189,6 @@ class Route:
         T = spans.build_timeline(self.usable, s).T
         return schedule.plan_chunks(T, self.C, self.m, self.R, self.p, self.B, self.start_s, self.mu)
 
-    def compute_late_s(self, s: int) -> float:
-        """Return the seconds that the training waits for a version that may take s iterations."""
-        return self.plan(s).late_s
-
     def build_timetable(self, s: int) -> Timetable:
         """Return the timetable for the sender, for versions that may take s iterations."""
         line = spans.build_timeline(self.windows, s)
