@@ -294,7 +294,7 @@ class GeminiReader(MemoryReader):
         chunks, known = self.metadata.state_dict_metadata, dict[str, Any]()
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):
-                self._objects[name] = partial(_return_same, value)
+                self._objects[name] = lambda value=value: value
                 known[name] = BytesStorageMetadata()
             elif (key := keys.get(id(value))) is None:
                 self._values[name] = value
@@ -391,10 +391,6 @@ def _describe_whole(tensor: torch.Tensor) -> TensorStorageMetadata:
     """Return the metadata of a tensor in one chunk, or in none if the tensor is empty."""
     chunks = [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)] if tensor.numel() else []
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
-
-
-def _return_same(value: Any) -> Any:
-    return value
 
 
 def _load_own_pickle(pickled: io.BytesIO) -> Any:

@@ -108,11 +108,8 @@ class StackSession:
         self.active, self.saved_since = session.protected, False
         if not self.active:
             return
-        client = self._session.require_agent()
-        if self._transport is not None:
-            self._transport.adopt_client(client)
-        elif session.world > 1 and session.welcome.replicas > 1:
-            self._transport = HostTransport(client, session.name, session.rank, session.homes)
+        if self._transport is None and session.world > 1 and session.welcome.replicas > 1:
+            self._transport = HostTransport(session)
         self._slots = SlotRequests(session, session.rank)
         if session.world > 1 and self._group is None:
             self._group = collectives.build_own_group()

@@ -110,21 +110,14 @@ class SaveEngine:
         return [] if self.running is None else [self.running.replicator, *self.running.receivers]
 
     def connect(self) -> None:
-        """Create our group and the transport, or connect them to the agent that has welcomed this rank now.
-
-        Collective, after the ranks have joined.
-        """
+        """Create our group and the transport, if there are none yet. Collective, after the ranks have joined."""
         session = self.session
-        if not session.protected:
+        if not session.protected or session.world == 1:
             return
-        client = session.client
-        assert client is not None
-        if session.world > 1 and self.group is None:
+        if self.group is None:
             self.group = collectives.build_own_group(self.ranks.group)
-        if self.transport is not None:
-            self.transport.adopt_client(client)
-        elif session.world > 1 and session.welcome.replicas > 1:
-            self.transport = HostTransport(client, session.name, session.rank, session.homes)
+        if self.transport is None and session.welcome.replicas > 1:
+            self.transport = HostTransport(session)
             if self.traffic.transport == "nccl" and session.redundancy.parity:
                 odd = 'transport="nccl" cannot be used with parity: what goes into it travels over host'
                 session.record_finding(odd)

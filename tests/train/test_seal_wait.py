@@ -226,6 +226,9 @@ class Silent:
     def view(self) -> memoryview:
         return memoryview(b"")
 
+    def put(self, at: int, data: bytes) -> None:
+        """Drop a header."""
+
 
 @pytest.mark.parametrize("gone", [True, False], ids=["gone", "refused"])
 def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Scene, gone: bool) -> None:

@@ -125,7 +125,19 @@ class CudaStream:
                 into.copy_(source, non_blocking=True)
 
 
-class CudaDevice:
+class CurrentLaunches:
+    """State of the calling thread that rules out launches of our own."""
+
+    def is_capturing(self) -> bool:
+        """Return whether the calling thread captures a CUDA graph."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def is_grouping(self) -> bool:
+        """Return whether the training has an open bracket that gathers operations."""
+        return bool(dist.distributed_c10d._world.pg_coalesce_state)
+
+
+class CudaDevice(CurrentLaunches):
     """A CUDA device, given by number or else the current one of the thread that creates this object."""
 
     def __init__(self, index: int | None = None) -> None:
@@ -142,14 +154,6 @@ class CudaDevice:
     def allocate_buffer(self, size_bytes: int) -> torch.Tensor:
         """Allocate device memory of `size_bytes` bytes, as uint8."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
-
-    def is_capturing(self) -> bool:
-        """Return whether the calling thread captures a CUDA graph."""
-        return bool(torch.cuda.is_current_stream_capturing())
-
-    def is_grouping(self) -> bool:
-        """Return whether the training has an open bracket that gathers operations."""
-        return bool(dist.distributed_c10d._world.pg_coalesce_state)
 
 
 def get_handle(stream: Stream) -> int:

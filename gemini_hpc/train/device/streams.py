@@ -19,28 +19,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_hpc.train.device.cuda import CudaEvent
+from gemini_hpc.train.device.cuda import CudaEvent, CurrentLaunches
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.device.progress import Device
 
 _cuda: Any = torch.cuda  # untyped
 
 
-class Streams:
+class Streams(CurrentLaunches):
     """A `Device` that marks the current CUDA device of each thread that launches."""
 
     backend = "nccl"
 
     def __init__(self) -> None:
         self._side: dict[int, Any] = {}
-
-    def is_capturing(self) -> bool:
-        """Return whether the calling thread captures a CUDA graph."""
-        return bool(torch.cuda.is_current_stream_capturing())
-
-    def is_grouping(self) -> bool:
-        """Return whether the training has an open bracket that gathers operations."""
-        return bool(dist.distributed_c10d._world.pg_coalesce_state)
 
     def record_mark(self) -> Event:
         """Record an event behind all that this thread has launched on its current stream."""

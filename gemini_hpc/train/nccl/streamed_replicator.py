@@ -14,8 +14,6 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.core.digest import digest_bytes
-from gemini_hpc.core.slots import Stamp
-from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.train.device.memory import TensorSlot
 from gemini_hpc.train.nccl.driver import QUIET_S, Carried, Driver
 from gemini_hpc.train.nccl.gloo_links import MessageOutbox, Sent
@@ -175,12 +173,7 @@ class StreamedReplicator(Replicator):
         changed = carried.void + self._capture.find_torn(job, grant.index, area)
         if changed:
             return self._declare_void(job, grant.index, changed)
-        stamp = Stamp(self._session.epoch, job.version)
-        if not slot.has_manifest:
-            slot.put(layout.manifest_offset, self._manifest)
-            slot.has_manifest = True
-        slot.put(layout.small_offset, job.small)
-        slot.put(0, pack_header(layout, len(job.small), stamp, self._session.rank, self._session.world, job.moment))
+        self._put_directory(job, slot)
         self._apart = True
         try:
             return self._commit(job, grant.index, slot, began)

@@ -203,7 +203,6 @@ class Replicator(TensorShardOwner):
             return self._skip(job, "the training did not wait for the slot")
         layout = self._layout
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
-        stamp = Stamp(session.epoch, job.version)
         stays = self._capture.find_unchanged(self._base) if self._base else frozenset()
         found = [(layout.tensor_offset + a, layout.tensor_offset + b) for a, b in self._capture.list_ranges(stays)]
         if self._base:
@@ -229,14 +228,17 @@ class Replicator(TensorShardOwner):
         if changed:
             return self._declare_void(job, slot_index, changed)
         job.left.set()
-        if not slot.has_manifest:
-            slot.put(layout.manifest_offset, self._manifest)
-            slot.has_manifest = True
-        slot.put(layout.small_offset, job.small)
+        self._put_directory(job, slot)
         if self._sends_outlines and not has_outline:
             self._report_outline(job, slot_index, slot)
-        slot.put(0, pack_header(layout, len(job.small), stamp, session.rank, session.world, job.moment))
         return self._commit(job, slot_index, slot, began)
+
+    def _put_directory(self, job: CaptureJob, slot: TensorSlot) -> None:
+        """Put the manifest and the small state into the own slot."""
+        if not slot.has_manifest:
+            slot.put(self._layout.manifest_offset, self._manifest)
+            slot.has_manifest = True
+        slot.put(self._layout.small_offset, job.small)
 
     def _report_outline(self, job: CaptureJob, slot_index: int, slot: TensorSlot) -> None:
         """Send the agent the version's directory and small state, of which only the tensors are missing.
@@ -270,8 +272,10 @@ class Replicator(TensorShardOwner):
         )
 
     def _commit(self, job: CaptureJob, slot_index: int, slot: TensorSlot, began: float) -> None:
-        """Bring the complete own slot to the other holders and report the copy to the agent."""
-        used = self._layout.small_offset + len(job.small)
+        """Complete the own slot with its header, bring it to the other holders and report the copy to the agent."""
+        session, layout = self._session, self._layout
+        stamp, used = Stamp(session.epoch, job.version), layout.small_offset + len(job.small)
+        slot.put(0, pack_header(layout, len(job.small), stamp, session.rank, session.world, job.moment))
         self._pacer.begin_version(job.version)
         if self._gate.degraded or job.urgent:  # nobody waits, or it is urgent: send at once
             self._pacer.hurry()
@@ -288,7 +292,7 @@ class Replicator(TensorShardOwner):
             self._slots.abort(job.version, slot_index)
             return self._give_up(job, self._refused, bereaved=self._bereaved)
         # digest "": the commit record will have it
-        slot.content = Content(self._session.epoch, job.version, used, digest)
+        slot.content = Content(session.epoch, job.version, used, digest)
         try:
             self._slots.report_landed(job.version, slot_index, used, digest)
         except (AgentLost, AgentRefused) as error:

@@ -5,7 +5,7 @@ Semi-private parts of torch that this needs (a module's dicts, names of wrappers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -113,8 +113,14 @@ class Modules:
         self.find()
 
     def reshard(self) -> None:
-        """Call the function `reshard` for these modules."""
-        reshard(self.roots.values())
+        """Free the parameters that FSDP2 has gathered for a forward pass and would reuse in the next.
+
+        Loaded values go into the sharded parameters.
+        """
+        for root in self.roots.values():
+            for m in root.modules():
+                if isinstance(m, FSDPModule):
+                    m.reshard()
 
     def find(self) -> None:
         """Find everything anew.
@@ -167,17 +173,6 @@ class Modules:
         else:
             module.register_buffer(key, value, persistent=persistent)
         return True
-
-
-def reshard(roots: Iterable[nn.Module]) -> None:
-    """Free the parameters that FSDP2 has gathered for a forward pass and would reuse in the next.
-
-    Loaded values go into the sharded parameters.
-    """
-    for root in roots:
-        for m in root.modules():
-            if isinstance(m, FSDPModule):
-                m.reshard()
 
 
 def are_same(found: Sequence[torch.Tensor | None], known: Sequence[torch.Tensor]) -> bool:

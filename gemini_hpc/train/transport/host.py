@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.session import RankSession
 from gemini_hpc.core import ranges
 from gemini_hpc.train.transport.base import GrantOutbox, Head, LinkBroken, VersionLost
 from gemini_hpc.wire import local
@@ -168,22 +168,15 @@ class _HostOutbox(GrantOutbox):
 class HostTransport:
     """Pushes by this node's agent."""
 
-    def __init__(self, client: AgentClient, training_name: str, rank: int, homes: Sequence[int]) -> None:
+    def __init__(self, session: RankSession) -> None:
         """Create the transport of one rank, without links.
 
         Args:
-            client: The connection to this node's agent.
-            training_name: Name of the training.
-            rank: This training rank.
-            homes: Node rank of each training rank.
+            session: The rank's session. Channels are opened by the agent that it has then.
         """
-        self._client, self._training_name, self._me, self._homes = client, training_name, rank, homes
+        self._session = session
         self._boxes: list[_HostOutbox] = []
         self.interrupted = False
-
-    def adopt_client(self, client: AgentClient) -> None:
-        """Use the rank's new connection to its agent."""
-        self._client = client
 
     def open_channel(self, rank: int) -> tuple[int, GrantWriter]:
         """Open a new channel to the holder where `rank` runs. Return its descriptor and its grant page.
@@ -193,9 +186,10 @@ class HostTransport:
         """
         if self.interrupted:
             raise LinkBroken("interrupted")
-        message = local.OpenPush(training=self._training_name, rank=self._me, holder=self._homes[rank])
+        session = self._session
+        message = local.OpenPush(training=session.name, rank=session.rank, holder=session.homes[rank])
         try:
-            _, fds = self._client.request(message)
+            _, fds = session.require_agent().request(message)
         except (AgentLost, AgentRefused) as error:
             raise VersionLost(str(error)) from None
         try:
