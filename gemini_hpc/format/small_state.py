@@ -11,6 +11,7 @@ import struct
 from gemini_hpc.format.dtypes import get_item_bytes
 from gemini_hpc.format.shard_manifest import TensorRow
 
+MAX_DIMS = 64
 _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
 _FIXED = {ord("N"): 0, ord("T"): 0, ord("F"): 0, ord("f"): 8, ord("j"): 16, ord("e"): 24}  # tag: bytes that follow
 _SIZED = b"isbBIDvwyG"  # their length, then so many bytes
@@ -27,7 +28,7 @@ def list_buffers(small: bytes) -> list[tuple[TensorRow, memoryview]]:
     Raises:
         ValueError: The bytes are no small state.
     """
-    reader = _Reader(small)
+    reader = _SmallStateReader(memoryview(small))
     for _ in range(reader.read_mapping() if small else 0):
         if reader.read_text() == "buffers":
             return [found for _ in range(reader.read_mapping()) if (found := reader.read_buffer()) is not None]
@@ -35,51 +36,70 @@ def list_buffers(small: bytes) -> list[tuple[TensorRow, memoryview]]:
     return []
 
 
-class _Reader:
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = memoryview(data), 0
+class EncodedReader:
+    """A reader of the words and payloads that encoded state consists of."""
 
-    def _read_bytes(self, count: int) -> memoryview:
-        if count > len(self._data) - self._at:
-            raise ValueError(f"a small state ends early: {count} bytes wanted, {len(self._data) - self._at} left")
-        self._at += count
-        return self._data[self._at - count : self._at]
+    def __init__(self, data: memoryview) -> None:
+        self.data = data.cast("B") if data.format != "B" or data.ndim != 1 else data
+        self.at = 0
 
-    def _read_count(self) -> int:
-        return int(_COUNT.unpack(self._read_bytes(4))[0])
+    def read_bytes(self, count: int) -> memoryview:
+        """Read so many bytes.
 
-    def _read_sized(self) -> memoryview:
-        return self._read_bytes(int(_SIZE.unpack(self._read_bytes(8))[0]))
+        Raises:
+            ValueError: So many bytes are not left.
+        """
+        if count > len(self.data) - self.at:
+            raise ValueError(f"encoded state ends early: {count} bytes wanted, {len(self.data) - self.at} left")
+        self.at += count
+        return self.data[self.at - count : self.at]
 
+    def read_count(self) -> int:
+        """Read a number of items, each of which has at least one byte."""
+        value = int(_COUNT.unpack(self.read_bytes(4))[0])
+        if value > len(self.data) - self.at:
+            raise ValueError(f"encoded state ends early: {value} items, with {len(self.data) - self.at} bytes left")
+        return value
+
+    def read_sized(self) -> memoryview:
+        """Read bytes with their number before them."""
+        return self.read_bytes(int(_SIZE.unpack(self.read_bytes(8))[0]))
+
+    def read_array(self) -> tuple[str, tuple[int, ...], memoryview]:
+        """Read the type's name, the shape and the bytes of an array."""
+        name = bytes(self.read_bytes(self.read_count())).decode()
+        ndim = self.read_count()
+        if ndim > MAX_DIMS:
+            raise ValueError(f"encoded state has an array of {ndim} dimensions")
+        shape = tuple(int(size) for (size,) in _SIZE.iter_unpack(self.read_bytes(8 * ndim)))
+        return name, shape, self.read_sized()
+
+
+class _SmallStateReader(EncodedReader):
     def _read_tag(self, known: bytes | frozenset[int]) -> int:
-        tag = self._read_bytes(1)[0]
+        tag = self.read_bytes(1)[0]
         if tag not in known:
-            raise ValueError(f"a small state has tag {tag} where another one is wanted")
+            raise ValueError(f"encoded state has tag {tag} where another one is wanted")
         return tag
-
-    def _read_array(self) -> tuple[str, tuple[int, ...], memoryview]:
-        name = bytes(self._read_bytes(self._read_count())).decode()
-        shape = tuple(int(size) for (size,) in _SIZE.iter_unpack(self._read_bytes(8 * self._read_count())))
-        return name, shape, self._read_sized()
 
     def read_mapping(self) -> int:
         """Read the head of a mapping, and return how many keys and values follow."""
         self._read_tag(b"d")
-        return self._read_count()
+        return self.read_count()
 
     def read_text(self) -> str:
         self._read_tag(b"s")
-        return bytes(self._read_sized()).decode()
+        return bytes(self.read_sized()).decode()
 
     def read_buffer(self) -> tuple[TensorRow, memoryview] | None:
         """Read a buffer, and return it with its bytes; None if the buffer lies elsewhere in the slot."""
         name = self.read_text()
-        if bytes(self._data[self._at : self._at + 1]) == b"L":
+        if bytes(self.data[self.at : self.at + 1]) == b"L":
             self.skip()
             return None
         self._read_tag(_TENSORS)
         self._read_tag(b"X")
-        kind, shape, data = self._read_array()
+        kind, shape, data = self.read_array()
         row = TensorRow(name, kind.removeprefix("torch."), shape, True, "cpu")
         if math.prod(shape) * get_item_bytes(row.dtype) != len(data):
             raise ValueError(f"buffer {name} of {shape} {row.dtype} has {len(data)} bytes")
@@ -92,12 +112,12 @@ class _Reader:
             values -= 1
             tag = self._read_tag(TAGS)
             if tag in _FIXED:
-                self._read_bytes(_FIXED[tag])
+                self.read_bytes(_FIXED[tag])
             elif tag in _SIZED:
-                self._read_sized()
+                self.read_sized()
             elif tag in _ITEMS:
-                values += self._read_count() * _ITEMS[tag]
+                values += self.read_count() * _ITEMS[tag]
             elif tag in _ARRAYS:
-                self._read_array()
+                self.read_array()
             else:
                 values += 1

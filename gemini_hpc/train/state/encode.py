@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from gemini_hpc.format.small_state import EncodedReader
 from gemini_hpc.train.state.tensors import copy_bytes
 
 MAX_DEPTH = 64
-MAX_DIMS = 64
 
 _COUNT = struct.Struct("<I")
 _SIZE = struct.Struct("<Q")
@@ -325,27 +325,10 @@ class GeneratorState(bytes):
         generator.set_state(torch.frombuffer(bytearray(self), dtype=torch.uint8))
 
 
-class _Reader:
+class _Reader(EncodedReader):
     def __init__(self, data: memoryview, enums: bool) -> None:
-        self.data = data.cast("B") if data.format != "B" or data.ndim != 1 else data
-        self.at = 0
+        super().__init__(data)
         self.enums = enums
-
-    def read_bytes(self, count: int) -> memoryview:
-        if count > len(self.data) - self.at:
-            raise ValueError(f"encoded state ends early: {count} bytes wanted, {len(self.data) - self.at} left")
-        part = self.data[self.at : self.at + count]
-        self.at += count
-        return part
-
-    def read_count(self) -> int:
-        value = int(_COUNT.unpack(self.read_bytes(4))[0])
-        if value > len(self.data) - self.at:
-            raise ValueError(f"encoded state names {value} items, with {len(self.data) - self.at} bytes left")
-        return value
-
-    def read_sized(self) -> memoryview:
-        return self.read_bytes(int(_SIZE.unpack(self.read_bytes(8))[0]))
 
     def read_value(self, depth: int) -> Any:
         if depth > MAX_DEPTH + 1:
@@ -376,14 +359,6 @@ class _Reader:
                 raise ValueError("encoded state has a namespace with a name that is no text")
             vars(found)[key] = value
         return found
-
-    def read_array(self) -> tuple[str, tuple[int, ...], memoryview]:
-        name = bytes(self.read_bytes(self.read_count())).decode()
-        ndim = self.read_count()
-        if ndim > MAX_DIMS:
-            raise ValueError(f"encoded state has an array of {ndim} dimensions")
-        shape = tuple(int(_SIZE.unpack(self.read_bytes(8))[0]) for _ in range(ndim))
-        return name, shape, self.read_sized()
 
     def read_tensor(self, cuda: bool) -> torch.Tensor:
         if bytes(self.read_bytes(1)) != b"X":
