@@ -228,7 +228,7 @@ class Ears:
     def on_measured(self, size: int, seconds: float) -> None:
         pass
 
-    def on_sent(self, version: int, whole: bool) -> None:
+    def on_sent(self, version: int) -> None:
         pass
 
     def on_landed(self, version: int, rank: int) -> None:

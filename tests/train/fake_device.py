@@ -328,7 +328,7 @@ class Heard:
     """A listener that remembers."""
 
     landings: list[tuple[int, int]] = field(default_factory=list)
-    sendings: list[tuple[int, bool]] = field(default_factory=list)
+    sendings: list[int] = field(default_factory=list)
     failures: list[tuple[int, bool]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -337,8 +337,8 @@ class Heard:
     def on_measured(self, size: int, seconds: float) -> None:
         self.seconds.append(seconds)
 
-    def on_sent(self, version: int, whole: bool) -> None:
-        self.sendings.append((version, whole))
+    def on_sent(self, version: int) -> None:
+        self.sendings.append(version)
 
     def on_landed(self, version: int, rank: int) -> None:
         self.landings.append((version, rank))

@@ -239,7 +239,7 @@ class Stage:
         self.communicator = self.world.communicators[0]
         self.progress = Progress(self.communicator, (0, 16), self.heard, self.heard.said.append, clock=self.clock)
         self.operations = [
-            Operation(5, 8, left, True, self.mark(), self.mark(), [Arrival(1, 8, self.mark())]) for left in (1, 0)
+            Operation(5, 8, left, self.mark(), self.mark(), [Arrival(1, 8, self.mark())]) for left in (1, 0)
         ]
         for operation in self.operations:
             operation.ready.reach()  # type: ignore[attr-defined]
@@ -309,7 +309,7 @@ def test_the_thread_ends_with_the_training() -> None:
         operation.done.reach()  # type: ignore[attr-defined]
         operation.arrivals[0].copied.reach()  # type: ignore[union-attr]
     assert stage.progress.stop(30.0)
-    assert stage.heard.landings == [(5, 1)] and stage.heard.sendings == [(5, True)]
+    assert stage.heard.landings == [(5, 1)] and stage.heard.sendings == [5]
 
 
 def test_links_of_shards_of_different_sizes() -> None:

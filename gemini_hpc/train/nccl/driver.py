@@ -398,7 +398,7 @@ class Driver:
         """Add the duration of a message to the link's meter."""
         self.meter.record_spell(size, seconds)
 
-    def on_sent(self, version: int, whole: bool) -> None:
+    def on_sent(self, version: int) -> None:
         """Record progress: all of this rank's bytes of a version have left."""
         self._pacer.record_progress()
 

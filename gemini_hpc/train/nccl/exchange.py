@@ -316,7 +316,7 @@ class Exchange:
             copied = self._enqueue_copy(chunk, message, done)
             part.free = copied or done
             arrivals.append(Arrival(message.peer, message.bytes.numel(), copied))
-        self._ours = Operation(save.version, chunk.size, left, source is not None, ready, done, arrivals)
+        self._ours = Operation(save.version, chunk.size, left, ready, done, arrivals)
         self._progress.record_operation(self._ours)
 
     def _enqueue_copy(self, chunk: Chunk, message: Message, done: Event) -> Event | None:

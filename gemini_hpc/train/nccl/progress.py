@@ -46,7 +46,6 @@ class Operation:
         version: The operation's version.
         size: Bytes of the chunk.
         left: Number of operations of the version that come after it.
-        whole: Whether the bytes sent were the version's.
         ready: Event before the operation.
         done: Event behind the operation.
         arrivals: The received bytes.
@@ -56,7 +55,6 @@ class Operation:
     version: int
     size: int
     left: int
-    whole: bool
     ready: Event
     done: Event
     arrivals: list[Arrival] = field(default_factory=list)
@@ -69,11 +67,8 @@ class ResultListener(Protocol):
     def on_measured(self, size: int, seconds: float) -> None:
         """Process the duration of a message of `size` bytes in seconds, including its wait for the other end."""
 
-    def on_sent(self, version: int, whole: bool) -> None:
-        """Process that all of this rank's bytes of a version have left.
-
-        If not `whole`, the bytes were not the version's.
-        """
+    def on_sent(self, version: int) -> None:
+        """Process that all of this rank's bytes of a version have left."""
 
     def on_landed(self, version: int, rank: int) -> None:
         """Process that all bytes of that rank's shard are in the slot."""
@@ -114,7 +109,7 @@ class Progress:
         self._running: deque[Operation] = deque()
         self._copying: deque[tuple[Operation, Arrival]] = deque()
         self._got: dict[tuple[int, int], int] = {}
-        self._open: dict[int, bool] = {}  # versions in progress: whether all bytes sent were theirs
+        self._open: set[int] = set()  # versions in progress
         self._waiting_since: float | None = None
         self._aborted_at: float | None = None
         self._ending = threading.Event()
@@ -199,14 +194,15 @@ class Progress:
 
     def _process_finished(self, operation: Operation) -> None:
         version = operation.version
-        self._open[version] = self._open.get(version, True) and operation.whole
+        self._open.add(version)
         for arrival in operation.arrivals:
             self._copying.append((operation, arrival))
         if self._aborted_at is None:
             if operation.arrivals:
                 self._listener.on_measured(operation.size, operation.done.count_seconds_since(operation.ready))
             if operation.left == 0:
-                self._listener.on_sent(version, self._open.pop(version))
+                self._open.discard(version)
+                self._listener.on_sent(version)
 
     def _finish_arrival(self, operation: Operation, arrival: Arrival) -> bool:
         if arrival.copied is None:

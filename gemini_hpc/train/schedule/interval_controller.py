@@ -328,7 +328,10 @@ class IntervalController:
         """
         try:
             stage = self._stage
-            self._step(version, under_way)
+            try:
+                self._step(version, under_way)
+            except CollectivesBroken as error:
+                self._give_up(str(error))
             self._reporter.send_summary(self.build_state, now=self._stage != stage)
         except Exception as error:  # our own failure must not reach the training
             self._give_up(f"{type(error).__name__}: {error}")
@@ -375,12 +378,8 @@ class IntervalController:
             return
         if self._collectives is None or self.problem:
             return
-        try:
-            if self._collectives.sitting:
-                self._process_round(version, waited_s)
-        except CollectivesBroken as error:
-            self._give_up(str(error))
-            return
+        if self._collectives.sitting:
+            self._process_round(version, waited_s)
         if trace is not None:
             self._record_trace(subtract_wait(trace, waited_s if held_s is None else held_s), version)
         if self._stage == "steady" and self._scheme == "gemini":
@@ -394,10 +393,7 @@ class IntervalController:
         if self._scheme != self._wanted_scheme:
             self._scheme = self._wanted_scheme
             self._apply_stage()
-        try:
-            self._start_due_round(version)
-        except CollectivesBroken as error:
-            self._give_up(str(error))
+        self._start_due_round(version)
         self._dirty = under_way or (not self._pacer.deferred and self.saves(version))
 
     def _follow_pace(self, version: int) -> None:
