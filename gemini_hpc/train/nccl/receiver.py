@@ -171,7 +171,7 @@ class Receiver(TensorShardOwner):
         rest = torch.empty(head.sent_bytes, dtype=torch.uint8, device="cpu")
         self._inbox.receive(rest)
         digest = self._inbox.receive_digest()
-        if not desk.wait_until_arrived(self.rank, grant):
+        if not desk.wait_until_arrived(grant):
             self._slots.abort(head.version, grant.index)
             self._report_skipped(head, "it did not arrive over NCCL")
             self._move_on(head.version)

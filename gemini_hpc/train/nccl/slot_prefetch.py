@@ -239,7 +239,7 @@ class SlotPrefetch:
             shard = self._shards[rank]
             return self._changed.wait_for(lambda: not shard.writing, timeout_s)
 
-    def wait_until_arrived(self, rank: int, grant: Grant) -> bool:
+    def wait_until_arrived(self, grant: Grant) -> bool:
         """Wait until all of the version is in the slot. Return False if it never will be."""
         with self._changed:
             self._changed.wait_for(

@@ -489,7 +489,7 @@ class IntervalController:
             own_s = self._cost.read_past_s(self._monitor.ago)
             picture = Pictured(number, trace, journal, copies, waited_s if held_s is None else held_s, own_s)
             why = seen.compare_with_profile(picture) or why
-            self._reporter.draw(seen.pictured, self._planner.profile, self._plan, self._monitor.names)
+            self._reporter.draw(seen.pictured, self._planner.profile, self._monitor.names)
         self._renew = why or self._renew
         self._monitor.recording = self._next_word - version <= IN_A_ROW and version >= self._record_from
         if self._monitor.recording and version + 1 >= self._next_word:

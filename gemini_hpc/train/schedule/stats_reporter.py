@@ -10,7 +10,6 @@ from gemini_hpc import clock
 from gemini_hpc.client import stats_messages
 from gemini_hpc.client.agent_connection import AgentClient
 from gemini_hpc.client.summary_sender import SummarySender
-from gemini_hpc.core import schedule
 from gemini_hpc.core.spans import Profile
 from gemini_hpc.train.schedule.overhead_monitor import Pictured
 from gemini_hpc.wire import local
@@ -62,9 +61,7 @@ class StatsReporter(SummarySender):
         """Send an entry for the job's event log."""
         self._client.queue_event(name, version, f"rank {self._rank}: {why}")
 
-    def draw(
-        self, picture: Pictured | None, profile: Profile | None, plan: schedule.Plan | None, names: dict[int, str]
-    ) -> None:
+    def draw(self, picture: Pictured | None, profile: Profile | None, names: dict[int, str]) -> None:
         """Send one iteration with all its chunks and copies to the agent, every `DRAW_EVERY_S` seconds."""
         at = clock.monotonic()
         if picture is None or picture is self._drawn or at - self._drawn_at < DRAW_EVERY_S:
