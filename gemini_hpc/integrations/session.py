@@ -93,7 +93,6 @@ class StackSession:
         )
         self._session.keepers = lambda: [self._own, *self._reserved]
         self._own, self._reserved = TensorShardOwner(), list[Reserved]()
-        self._transport: HostTransport | None = None
         self._boxes: dict[int, Outbox] = {}
         self._group: dist.ProcessGroup | None = None
         self._one_at_a_time = threading.Lock()
@@ -108,13 +107,12 @@ class StackSession:
         self.active, self.saved_since = session.protected, False
         if not self.active:
             return
-        if self._transport is None and session.world > 1 and session.welcome.replicas > 1:
-            self._transport = HostTransport(session)
         self._slots = SlotRequests(session, session.rank)
         if session.world > 1 and self._group is None:
             self._group = collectives.build_own_group()
-        if self._transport is not None:
-            self._boxes = self._boxes or {rank: self._transport.build_outbox(rank) for rank in session.outgoing}
+        if not self._boxes:
+            transport = HostTransport(session)
+            self._boxes = {rank: transport.build_outbox(rank) for rank in session.outgoing}
         session.state = "protected"
         session.version = session.welcome.chosen_version
         if session.welcome.notice:
