@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from gemini_hpc.format.shard_manifest import TensorRow
 from gemini_hpc.train.state import restore
-from gemini_hpc.train.state.tensors import get_local, name_dtype, narrow_box
+from gemini_hpc.train.state.tensors import get_local, name_dtype, select_box
 from gemini_hpc.train.state.tree import StateTree, compute_local_box
 
 _DCP = ".metadata"
@@ -292,7 +292,7 @@ def _fill_part(tensor: torch.Tensor, saved: torch.Tensor) -> None:
     """Copy this rank's part of a whole tensor."""
     if isinstance(tensor, DTensor):
         size, offset = compute_local_box(tensor)
-        saved = narrow_box(saved, offset, size)
+        saved = select_box(saved, offset, size)
     local_tensor = get_local(tensor)
     if local_tensor.numel():
         local_tensor.detach().copy_(saved)

@@ -11,7 +11,7 @@ import torch
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.slot_header import HEADER_BYTES, SlotLayout, parse_header
 from gemini_hpc.train.state.ownership import Own
-from gemini_hpc.train.state.tensors import narrow_box
+from gemini_hpc.train.state.tensors import select_box
 
 GAP_BYTES = 63  # largest padding between two tensors
 
@@ -101,6 +101,6 @@ def prepare_pairs(
         tensor = tensors[piece.key].detach()
         if tuple(tensor.shape) != own[piece.key].entry.size:
             raise ValueError(f"{piece.key} has a different shape")
-        view = narrow_box(tensor, piece.offset, piece.size)
+        view = select_box(tensor, piece.offset, piece.size)
         found.append((memory[piece.at : piece.end].view(view.dtype).view(piece.size), view))
     return found

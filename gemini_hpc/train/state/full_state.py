@@ -19,7 +19,7 @@ from gemini_hpc.format.shard_manifest import LIFTED, TensorRow
 from gemini_hpc.tier import publish, version
 from gemini_hpc.train.state import groups, lifted
 from gemini_hpc.train.state.restore import SavedShard
-from gemini_hpc.train.state.tensors import find_dtype, narrow_box
+from gemini_hpc.train.state.tensors import find_dtype, select_box
 from gemini_hpc.wire.stored import Stored
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _join_shards(shards: Iterable[SavedShard]) -> Whole:
         for piece in saved.manifest.pieces:
             row = saved.manifest.rows[piece.row]
             key = saved.build_key(row)
-            narrow_box(whole.tensors[key], piece.offset, piece.size).copy_(saved.read_tensor(piece))
+            select_box(whole.tensors[key], piece.offset, piece.size).copy_(saved.read_tensor(piece))
             have[key].add((piece.offset, piece.size))
     for key, tensor in whole.tensors.items():
         covered = _count_covered(have[key], tensor.ndim) if key in have else tensor.numel()

@@ -34,7 +34,7 @@ from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Piece, ShardMani
 from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
 from gemini_hpc.train.device.memory import map_copy
 from gemini_hpc.train.state import encode, inner, lifted
-from gemini_hpc.train.state.tensors import find_dtype, get_local, narrow_box
+from gemini_hpc.train.state.tensors import find_dtype, get_local, select_box
 from gemini_hpc.train.state.tree import Leaf, StateTree, compute_local_box
 from gemini_hpc.wire import local
 
@@ -177,7 +177,7 @@ class MemoryReader(StorageReader):
         for item in plan.items:
             piece = self.read_piece(item.storage_index.fqn, tuple(item.storage_index.offset or ()))
             target = planner.resolve_tensor(item)
-            target.detach().copy_(narrow_box(piece, item.storage_offsets, item.lengths))
+            target.detach().copy_(select_box(piece, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gemini_hpc.train.state.sample import have_same_bits, sample_elements
-from gemini_hpc.train.state.tensors import narrow_box
+from gemini_hpc.train.state.tensors import select_box
 
 
 class StateChangedError(Exception):
@@ -46,7 +46,7 @@ class TensorSource:
             raise StateChangedError(self.describe_mismatch(tensor))
         self.ptr, self.base, self.token = tensor.data_ptr(), tensor, ()
         detached = tensor.detach()
-        self.views = [narrow_box(detached, offset, size) for offset, size in self.boxes]
+        self.views = [select_box(detached, offset, size) for offset, size in self.boxes]
         self.flats = [view.is_contiguous() for view in self.views]
         self.fews = [sample_elements(view, flat=flat) for view, flat in zip(self.views, self.flats, strict=True)]
 

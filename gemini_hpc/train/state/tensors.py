@@ -23,7 +23,7 @@ def get_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def narrow_box(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+def select_box(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
     """Return a view of a box of the tensor."""
     for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
         if length != tensor.shape[dim]:
