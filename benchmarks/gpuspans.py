@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -154,7 +154,7 @@ class _Rank:
         link = self.link
         link.rate = self.rate
         link.begin(self.bytes)
-        self.pacer.deliver(0, self.bytes, link)
+        self.pacer.deliver(0, self.bytes, cast(Any, link))
         time.sleep(max(0.0, link.all_arrives_at() - time.monotonic()))
         self.pacer.record_delivery(0)
 

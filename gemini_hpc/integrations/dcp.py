@@ -294,7 +294,7 @@ class GeminiReader(MemoryReader):
         chunks, known = self.metadata.state_dict_metadata, dict[str, Any]()
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):
-                self._objects[name] = lambda value=value: value
+                self._objects[name] = partial(lambda same: same, value)
                 known[name] = BytesStorageMetadata()
             elif (key := keys.get(id(value))) is None:
                 self._values[name] = value
