@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -247,7 +247,7 @@ class _Pin:
 def install(options: dict[str, Any], rank: int) -> FakePlatform:
     """For checkpointers made from here on."""
     made = FakePlatform(options, rank)
-    platform.make = lambda: made
+    platform.make = lambda: cast(Any, made)
     return made
 
 
