@@ -120,7 +120,8 @@ class Broken(msgspec.Struct, frozen=True):
     run: int
 
 
-Event = Begin | Reset | Tick | Heard | Reached | Settled | Looked | Published | Cleaned | Broken
+Outcome = Reached | Settled | Looked | Published | Cleaned | Broken  # of an effect of one try
+Event = Begin | Reset | Tick | Heard | Outcome
 
 # ---- effects -------------------------------------------------------------------------------------------
 

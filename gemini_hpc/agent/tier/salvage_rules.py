@@ -19,32 +19,8 @@ from typing import Literal
 
 import msgspec
 
-from gemini_hpc.agent.tier.salvage_events import (
-    Begin,
-    Begun,
-    Broken,
-    Clean,
-    Cleaned,
-    Effect,
-    Event,
-    Failed,
-    Halt,
-    Heard,
-    Look,
-    Looked,
-    Publish,
-    Published,
-    Reach,
-    Reached,
-    Reset,
-    SalvageFacts,
-    Saved,
-    Send,
-    Settle,
-    Settled,
-    Tick,
-    Write,
-)
+from gemini_hpc.agent.tier import salvage_events as events
+from gemini_hpc.agent.tier.salvage_events import Effect, SalvageFacts
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core import salvage
 from gemini_hpc.core.slots import Stamp
@@ -153,41 +129,41 @@ class SalvageRules:
         """
         return not self.busy and not (self._asked_last if last else now < self.again_at)
 
-    def step(self, event: Event, facts: SalvageFacts, now: float) -> list[Effect]:
+    def step(self, event: events.Event, facts: SalvageFacts, now: float) -> list[Effect]:
         """Return the effects of an event."""
-        if isinstance(event, (Reached, Settled, Looked, Published, Cleaned, Broken)) and event.run != self.run:
+        if isinstance(event, events.Outcome) and event.run != self.run:
             return []
         return list(self._step(event, facts, now))
 
-    def _step(self, event: Event, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _step(self, event: events.Event, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         match event:
-            case Begin():
+            case events.Begin():
                 self._asked_last = self._asked_last or event.last
                 self._gap_s = GAP_S if event.asked else self._gap_s
                 if not self.busy:
                     self.leader = ""
                     yield from self._start(facts, now)
-            case Reset():
+            case events.Reset():
                 yield from self._reset()
-            case Tick():
+            case events.Tick():
                 yield from self._tick(facts, now)
-            case Heard():
+            case events.Heard():
                 yield from self._on_message(event.host, event.message, facts, now)
-            case Reached():
+            case events.Reached():
                 yield from self._on_reached(event, facts, now)
-            case Settled() if self.stage == "settling":
+            case events.Settled() if self.stage == "settling":
                 self._lead.have[self._me] = facts.own
                 self.stage, self._lead.until = "mustering", now + MUSTER_S
                 yield from self._muster(facts, now)
-            case Looked() if self.stage == "looking":
+            case events.Looked() if self.stage == "looking":
                 yield from self._on_looked(event, facts, now)
-            case Published() if self.stage == "publishing":
+            case events.Published() if self.stage == "publishing":
                 yield from self._end_try(event.reason, facts, now)
-            case Cleaned() if self.stage == "cleaning":
+            case events.Cleaned() if self.stage == "cleaning":
                 yield from self._finish_training(False, facts)
-            case Broken() if self.leads:
+            case events.Broken() if self.leads:
                 yield from self._end(facts)
-            case Broken():
+            case events.Broken():
                 self.stage = "idle"
 
     # ---- start, reset and ticks ------------------------------------------------------------------------
@@ -205,7 +181,7 @@ class SalvageRules:
         self.again_at, self._gap_s, self._asked_last = 0.0, GAP_S, False
         self.gathering.clear()
         self._lead = _Lead()
-        yield Halt()
+        yield events.Halt()
 
     def _tick(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         if self.stage == "calling" and now >= self._until:
@@ -230,7 +206,7 @@ class SalvageRules:
                 self.stage = "idle"
         elif now >= self._until:  # the report of the end may have been lost with a link
             self._until = now + ASKED_S
-            yield Send(self.leader, facts.own)
+            yield events.Send(self.leader, facts.own)
 
     def _seek(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Follow the current leader, or find the first reachable host of the list to lead."""
@@ -241,22 +217,22 @@ class SalvageRules:
             self._at += 1
         if self._at < len(facts.hosts) and facts.hosts[self._at] != self._me:
             self.stage = "reaching"
-            yield Reach(self.run, facts.hosts[self._at], REACH_S)
+            yield events.Reach(self.run, facts.hosts[self._at], REACH_S)
             return
         self.leader, self.stage, self._lead = self._me, "settling", _Lead()
         for host in self._list_others(facts):
-            yield Send(host, peer.SalvageAsk())  # no host leaves or leads while pending saves progress
-        yield Settle(self.run, MUSTER_S)
+            yield events.Send(host, peer.SalvageAsk())  # no host leaves or leads while pending saves progress
+        yield events.Settle(self.run, MUSTER_S)
 
     def _list_others(self, facts: SalvageFacts) -> list[str]:
         return [host for host in facts.hosts if host != self._me]
 
-    def _on_reached(self, event: Reached, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _on_reached(self, event: events.Reached, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         host, lead = event.host, self._lead
         if self.stage == "reaching" and host == facts.hosts[self._at]:
             if event.there:
                 self.stage, self._until = "calling", now + ASKED_S
-                yield Send(host, msgspec.structs.replace(facts.own, calls=True))
+                yield events.Send(host, msgspec.structs.replace(facts.own, calls=True))
             else:
                 self._at += 1
                 yield from self._seek(facts, now)
@@ -265,11 +241,11 @@ class SalvageRules:
             lead.asked[host] = now
             if self.stage == "mustering":
                 if event.there:
-                    yield Send(host, peer.SalvageAsk())
+                    yield events.Send(host, peer.SalvageAsk())
             elif host in self._list_awaited():
                 if event.there:
                     lead.silent.pop(host, None)
-                    yield Send(host, lead.orders[host])
+                    yield events.Send(host, lead.orders[host])
                 else:
                     lead.silent.setdefault(host, now)
 
@@ -281,15 +257,15 @@ class SalvageRules:
                 return
             yield from self._follow_leader(host, facts, now)
             if isinstance(message, peer.SalvageWrite):
-                yield Write(message, host)
+                yield events.Write(message, host)
             else:
-                yield Send(host, facts.own)
+                yield events.Send(host, facts.own)
         elif isinstance(message, peer.SalvageWrote):
             yield from self._on_wrote(host, message, facts, now)
         elif isinstance(message, peer.SalvageOver) and (message.saved or self.leader == host):
             if message.saved:
                 self.saved = True
-                yield Saved()
+                yield events.Saved()
             self.reason, self._over = message.reason, True
             if self.stage in ("reaching", "calling", "following"):
                 self.stage = "idle"
@@ -301,13 +277,13 @@ class SalvageRules:
             if self.stage == "mustering":
                 yield from self._muster(facts, now)
         elif self.saved:
-            yield Send(host, peer.SalvageOver(True))
+            yield events.Send(host, peer.SalvageOver(True))
         elif self.busy:
             return
         elif not message.calls:
-            yield Send(host, peer.SalvageOver(False, self.reason[:SAID]))
+            yield events.Send(host, peer.SalvageOver(False, self.reason[:SAID]))
         elif facts.detached:
-            yield from self._step(Begin(), facts, now)
+            yield from self._step(events.Begin(), facts, now)
 
     def _may_lead(self, host: str, facts: SalvageFacts) -> bool:
         """Return whether that host may lead, as far as this agent knows.
@@ -324,7 +300,7 @@ class SalvageRules:
         if led:  # this agent stops leading
             self.stage = "idle"
             self.gathering.clear()
-            yield Halt()
+            yield events.Halt()
         if self.busy:
             self.stage, self._until = "following", now + ASKED_S
         elif facts.detached and not self._over:
@@ -351,13 +327,13 @@ class SalvageRules:
         for host in hosts:
             if host not in lead.asking and now - lead.asked.get(host, -AGAIN_S) >= AGAIN_S:
                 lead.asking.add(host)
-                yield Reach(self.run, host, REACH_S)
+                yield events.Reach(self.run, host, REACH_S)
 
     def _find_newest(self) -> Iterator[Effect]:
         self.stage, self._lead.tries, self._lead.first = "looking", 0, ""
-        yield Look(self.run, MUSTER_S)
+        yield events.Look(self.run, MUSTER_S)
 
-    def _on_looked(self, event: Looked, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _on_looked(self, event: events.Looked, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         wanted = self._lead.queue[0]
         if event.stored is None:
             self.reason = event.reason
@@ -372,7 +348,7 @@ class SalvageRules:
         lead, wanted = self._lead, self._lead.queue[0]
         name, stamp = wanted.training, wanted.stamp
         gone = [host for host in facts.hosts if host not in lead.have]
-        yield Begun(stamp, tuple(gone))
+        yield events.Begun(stamp, tuple(gone))
         lead.tries += 1
         lead.before = self._count_answers()
         gathering = self.gathering[name] = SaveProgress(stamp, wanted.world, facts.attempt, now)
@@ -418,7 +394,7 @@ class SalvageRules:
             return
         if self._me in waiting and now - lead.asked.get(self._me, -AGAIN_S) >= AGAIN_S:
             lead.asked[self._me] = now
-            yield Write(lead.orders[self._me], self._me)
+            yield events.Write(lead.orders[self._me], self._me)
         yield from self._reach_hosts([host for host in waiting if host != self._me], now)
 
     def _on_wrote(self, host: str, done: peer.SalvageWrote, facts: SalvageFacts, now: float) -> Iterator[Effect]:
@@ -438,7 +414,7 @@ class SalvageRules:
             yield from self._end_try(reasons[:SAID], facts, now)
         else:
             self.stage = "publishing"
-            yield Publish(self.run, done.training, gathering)
+            yield events.Publish(self.run, done.training, gathering)
 
     def _end_try(self, reason: str, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """End a try. After a failure the training is retried without the hosts that could not write."""
@@ -452,8 +428,8 @@ class SalvageRules:
             return
         wanted = lead.queue[0]
         self.reason, self.stage = lead.first, "cleaning"
-        yield Failed(wanted.training, wanted.stamp, lead.first)
-        yield Clean(self.run, wanted.training, wanted.stamp)
+        yield events.Failed(wanted.training, wanted.stamp, lead.first)
+        yield events.Clean(self.run, wanted.training, wanted.stamp)
 
     def _finish_training(self, saved: bool, facts: SalvageFacts) -> Iterator[Effect]:
         lead = self._lead
@@ -469,9 +445,9 @@ class SalvageRules:
         self.stage = "idle"
         self.gathering.clear()
         if self.saved:
-            yield Saved()
+            yield events.Saved()
         for host in self._list_others(facts):
-            yield Send(host, peer.SalvageOver(self.saved, self.reason[:SAID]))
+            yield events.Send(host, peer.SalvageOver(self.saved, self.reason[:SAID]))
 
 
 def find_newest_seals(
