@@ -13,6 +13,7 @@ from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
+from gemini_hpc.wire.version import CURRENT, OLDEST
 
 SOCKET_ENV = "GEMINI_SOCKET"  # set by the SPANK plugin if the job has an agent
 UNPROTECTED_ENV = "GEMINI_UNPROTECTED"  # set by the plugin to the prolog's reason if the job has none
@@ -89,14 +90,15 @@ def explain_missing_agent() -> str:
 
 def build_hello(training_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
     """Return the greeting of this process."""
-    step, pid = derive_step_name(os.environ), os.getpid()
-    return local.build_hello(
-        training=training_name,
-        rank=rank,
-        world=world,
-        local_rank=local_rank,
-        step=step,
-        pid=pid,
+    return local.Hello(
+        OLDEST,
+        CURRENT,
+        training_name,
+        rank,
+        world,
+        local_rank,
+        derive_step_name(os.environ),
+        os.getpid(),
         tier=tier,
         restarts=RESTARTS_ENV in os.environ,
         nth=finished.number_training(training_name),

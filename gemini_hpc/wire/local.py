@@ -782,35 +782,3 @@ rescue_decoder: Strict[RescueRequest] = Strict(msgspec.json.Decoder(RescueReques
 rescued_decoder: Strict[RescueReply] = Strict(msgspec.json.Decoder(RescueReply))
 reply_decoder: Strict[Reply] = Strict(msgspec.json.Decoder(Reply))
 encode = msgspec.json.Encoder().encode
-
-
-def build_hello(
-    *,
-    training: str,
-    rank: int,
-    world: int,
-    local_rank: int,
-    step: str,
-    pid: int,
-    rejoin: bool = False,
-    tier: Tier = Tier(),  # noqa: B008 (frozen)
-    restarts: bool = False,
-    nth: int = 1,
-    series: str = "",
-) -> Hello:
-    """Return a `Hello` with all protocol versions that this end speaks."""
-    return Hello(
-        version.OLDEST,
-        version.CURRENT,
-        training,
-        rank,
-        world,
-        local_rank,
-        step,
-        pid,
-        rejoin,
-        tier,
-        restarts,
-        nth,
-        series,
-    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hello import build_hello
 from train.agents import FORKED
 from waiting import until
 from zygote import Child
@@ -81,7 +82,7 @@ class Trainer:
         self.name, self.size, self.version = name, size, 0
         self.caller = Caller(agent.socket)
         welcome, fds = self.caller.ask_fds(
-            local.build_hello(training=name, rank=0, world=1, local_rank=0, step=STEP, pid=os.getpid())
+            build_hello(training=name, rank=0, world=1, local_rank=0, step=STEP, pid=os.getpid())
         )
         assert isinstance(welcome, local.Welcome), welcome
         self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)

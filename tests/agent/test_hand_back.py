@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from hello import build_hello
 from waiting import until
 
 from gemini_hpc.core.digest import digest_bytes
@@ -20,7 +21,7 @@ def joined(agent: AgentProcess, rank: int, *, rejoin: bool) -> tuple[Caller, Con
     """A rank of two that has said hello."""
     caller = agent.caller()
     welcome, fds = caller.ask_fds(
-        local.build_hello(
+        build_hello(
             training="default", rank=rank, world=2, local_rank=rank, step=STEP, pid=os.getpid(), rejoin=rejoin
         )
     )

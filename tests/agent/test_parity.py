@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hello import build_hello
 from train.agents import RealJob
 from waiting import until
 
@@ -43,7 +44,7 @@ class Rank:
         self.rank, self.home, self.shift = rank, (rank + shift) % self.world, shift
         self.node = job.nodes[self.home]
         self.caller = Caller(Path(self.node.path))
-        greeting = local.build_hello(
+        greeting = build_hello(
             training="default", rank=rank, world=self.world, local_rank=0, step=step, pid=os.getpid()
         )
         welcome, fds = self.caller.ask_fds(greeting)
@@ -134,7 +135,7 @@ class Rank:
         self.channels.clear()
         self.caller.close()
         self.caller = Caller(Path(self.node.path))
-        greeting = local.build_hello(
+        greeting = build_hello(
             training="default",
             rank=self.rank,
             world=self.world,

@@ -17,6 +17,7 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+from hello import build_hello
 from train.agents import RealJob, RealNode
 from waiting import until
 
@@ -48,7 +49,7 @@ class Rank:
         self.node, self.rank, self.used = job.nodes[rank], rank, used
         self.caller = Caller(Path(self.node.path))
         welcome, fds = self.caller.ask_fds(
-            local.build_hello(training="default", rank=rank, world=3, local_rank=0, step=STEP, pid=os.getpid())
+            build_hello(training="default", rank=rank, world=3, local_rank=0, step=STEP, pid=os.getpid())
         )
         assert isinstance(welcome, local.Welcome), welcome
         self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)

@@ -19,7 +19,7 @@ from gemini_hpc.client.step_guard import LEAVES_S
 from gemini_hpc.core import parity, ranges
 from gemini_hpc.core.ranges import list_gaps
 from gemini_hpc.format import commit_record
-from gemini_hpc.wire import local
+from gemini_hpc.wire import local, version
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.grant_page import Grant, GrantWriter
 
@@ -201,14 +201,16 @@ class Rank:
     # ---- with the agent --------------------------------------------------------------------------------
 
     def _hello(self, *, rejoin: bool) -> local.Hello:
-        return local.build_hello(
-            training=SET,
-            rank=self.rank,
-            world=self.size,
-            local_rank=0,
-            step=self.step,
-            pid=1,
-            rejoin=rejoin,
+        return local.Hello(
+            version.OLDEST,
+            version.CURRENT,
+            SET,
+            self.rank,
+            self.size,
+            0,
+            self.step,
+            1,
+            rejoin,
             series="run",  # all launches of a job are of one step, which `gemini-hpc run` starts again
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from hello import build_hello
 from waiting import until
 
 from gemini_hpc.client import agent_connection as client
@@ -20,7 +21,7 @@ from .fake_agent import FakeJob
 
 MakeJob = Callable[[int, int], FakeJob]
 KEY = stats_messages.build_profile_key("model", ["n1"])
-HELLO = local.build_hello(training="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
+HELLO = build_hello(training="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
 
 
 def joined(job: FakeJob) -> AgentClient:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import msgspec
+from hello import build_hello
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
@@ -40,7 +41,7 @@ REQUESTS: list[local.Message] = [
     local.Attach(7, 0, "n[1-2]", "n1", 2, hang=0, after=6),
     local.VerdictRequest(),
     local.LaunchRequest("7.0", 1, "rank 0 ended with SIGKILL", False, "", 20.0),
-    local.build_hello(training="default", rank=0, world=2, local_rank=0, step="7.0", pid=99, nth=2, series="run-1"),
+    build_hello(training="default", rank=0, world=2, local_rank=0, step="7.0", pid=99, nth=2, series="run-1"),
     local.Register("default", 0, 2, 0, 4096),
     local.TakeOver("default", 0, 8, 1, 7, "0" * 32),
     local.BeginVersion("default", 0, 1),

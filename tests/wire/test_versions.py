@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from hello import build_hello
 
 from gemini_hpc.wire import handshake, local, munge, peer, protocol, version
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
@@ -72,9 +73,7 @@ def test_an_answer_in_no_version_of_ours_is_refused() -> None:
 
 
 def test_fields_of_later_versions_are_skipped() -> None:
-    hello = json.loads(
-        local.encode(local.build_hello(training="d", rank=0, world=1, local_rank=0, step="7.0", pid=1))
-    )
+    hello = json.loads(local.encode(build_hello(training="d", rank=0, world=1, local_rank=0, step="7.0", pid=1)))
     later = json.dumps({**hello, "colour": ["green"], "most": 5}).encode()
     assert local.request_decoder.decode(later) == local.Hello(4, 5, "d", 0, 1, 0, "7.0", 1)
     packed = msgspec.msgpack.encode({"kind": "go", "round": 3, "step": "7.0", "mood": {"good": True}})
