@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import comb
-from typing import Literal
 
 
 def _check_replicas(N: int, m: int) -> None:
@@ -82,20 +81,6 @@ def list_groups(N: int, m: int) -> list[list[int]]:
     G = [list(range(m * i, m * i + m)) for i in range(q)]
     G[-1].extend(range(q * m, N))
     return G
-
-
-def name_strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
-    """Return `group` if m divides N; otherwise `mixed`, or `ring` if there is only the ring."""
-    _check_replicas(N, m)
-    if N % m == 0:
-        return "group"
-    return "mixed" if 2 * m <= N else "ring"
-
-
-def find_group(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> int:
-    """Return the index into `list_groups(N, m)` of the group that a node belongs to."""
-    _check_replicas(N, m)
-    return min(order.find_position(node_rank, N) // m, N // m - 1)
 
 
 def list_ring(node_rank: int, N: int, m: int, order: PlacementOrder = AS_RANKED) -> tuple[int, ...]:

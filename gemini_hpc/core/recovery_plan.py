@@ -26,7 +26,7 @@ the new root has sealed the chosen one. Until then the chosen version does not c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -246,18 +246,6 @@ def plan_recovery(
     )
     latest = max((i.map_restart for i in inventories.values() if i.noderanks is not None), default=-1)
     return RecoveryPlan(noderanks, epoch, trainings, gone, survivable, tuple(warnings), latest, order)
-
-
-def choose_stamp(copies: Iterable[Copy]) -> Stamp | None:
-    """Return the highest stamp of which every rank 0..world-1 of one world has a proven copy.
-
-    All `copies` are of one training.
-    """
-    ranks: dict[tuple[Stamp, int], set[int]] = defaultdict(set)
-    for copy in copies:
-        if copy.proven and not copy.of:
-            ranks[copy.stamp, copy.world].add(copy.rank)
-    return max((stamp for (stamp, world), found in ranks.items() if len(found) == world), default=None)
 
 
 @dataclass(frozen=True, slots=True)

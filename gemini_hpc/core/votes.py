@@ -91,26 +91,17 @@ class Decision:
     why: str = ""
 
 
-def build_vote(pairs: Iterable[SlotPair], expected: int | None = None, own: Iterable[SlotPair] = ()) -> Vote:
+def build_vote(pairs: Iterable[SlotPair], own: Iterable[SlotPair] = ()) -> Vote:
     """Return one agent's vote on all the pairs that it holds for a training.
 
-    `own` are the pairs whose ranks live here. With fewer pairs than `expected` (shards not registered yet), or none,
-    nothing is complete. A version must not be sealed before all shards of this agent exist.
+    `own` are the pairs whose ranks live here. Without pairs nothing is complete.
     """
     pairs = list(pairs)
-    vote = merge_votes(
-        Vote(
-            complete=pair.list_complete_stamps(),
-            seen=pair.list_complete_stamps(),
-            floor=pair.floor,
-            kept=pair.kept,
-        )
-        for pair in pairs
-    )
-    if expected is not None and len(pairs) < expected:
-        return Vote(_NONE, vote.seen, vote.floor, vote.kept)
     if not pairs:
         return SILENT
+    vote = merge_votes(
+        Vote(pair.list_complete_stamps(), pair.list_complete_stamps(), pair.floor, pair.kept) for pair in pairs
+    )
     slots = [slot for pair in own for slot in pair.slots if slot.state == "complete"]
     marks = [{slot.stamp: Marks(slot.moment.mark, 1)} for slot in slots if slot.stamp is not None]
     return Vote(vote.complete, vote.seen, vote.floor, vote.kept, _add_marks(marks))

@@ -141,10 +141,6 @@ class Link:
         """Return whether the other end has closed in order, after the last message."""
         return self._finished and self._reader.exception() is None and self._reader.at_eof()
 
-    async def hand_over(self, message: Message) -> socket.socket:
-        """Send a last message, then return the connection as a blocking socket for raw bytes."""
-        return (await self.block(message)).sock
-
     async def block(self, message: Message | None = None) -> BlockingLink:
         """Send a last message, then return this connection as a link for a thread.
 
@@ -528,6 +524,3 @@ class BlockingLink:
     def close(self) -> None:
         """Close the socket."""
         self.sock.close()
-
-
-Handler = Callable[[Link], Awaitable[None]]

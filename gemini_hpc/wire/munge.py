@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 from typing import Any
 
@@ -108,8 +107,3 @@ def decode(credential: bytes) -> tuple[bytes, int, int]:
         lib.munge_ctx_destroy(context)
         if payload.value:
             libc.free(payload)
-
-
-def get_uid() -> int:
-    """Return the uid that credentials of this process carry."""
-    return os.geteuid()

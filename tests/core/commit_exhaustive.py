@@ -20,7 +20,7 @@ from typing import NamedTuple
 from gemini_hpc.core.copy import Copy as CopyInfo
 from gemini_hpc.core.copy import Member
 from gemini_hpc.core.placement import list_holders, list_homes
-from gemini_hpc.core.recovery_plan import Inventory, choose_stamp, plan_recovery
+from gemini_hpc.core.recovery_plan import Inventory, plan_recovery
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Refused, Slot, SlotPair, Stamp
 from gemini_hpc.core.votes import Decision, Root, Vote, build_vote, merge_votes
@@ -275,15 +275,13 @@ def _made(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> i
 
 @cache
 def _chosen(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> int | None:
-    stamp = choose_stamp(
-        CopyInfo("", rank, N, rank, 0, 0, Stamp(0, version), "")
-        for node in range(N)
-        if node != failed
-        for rank, pair in zip(list_homes(node, N, m), pairs[node], strict=True)
-        for name, version in pair[:2]
-        if name == "complete"
-    )
-    return None if stamp is None else stamp.version
+    """The newest version of which every rank has a copy when a node is lost."""
+    whole: list[set[int]] = [set() for _ in range(N)]
+    for node in range(N):
+        if node != failed:
+            for rank, pair in zip(list_homes(node, N, m), pairs[node], strict=True):
+                whole[rank].update(version for name, version in pair[:2] if name == "complete")
+    return max(set.intersection(*whole), default=None)
 
 
 def _with(values: tuple[object, ...], index: int, value: object) -> tuple:  # type: ignore[type-arg]
@@ -335,7 +333,7 @@ def _complete(pair: Pair) -> Pair | None:
 
 @cache
 def _ballot(pairs: tuple[Pair, ...], sealed: int) -> Ballot:
-    vote = build_vote([_production(pair) for pair in pairs], expected=len(pairs))
+    vote = build_vote([_production(pair) for pair in pairs])
     assert vote.floor is not None
     floor = max(sealed, vote.floor.version)
     return Ballot(_versions(vote.complete, sealed), _versions(vote.seen, sealed), floor, _versions(vote.kept, sealed))

@@ -86,11 +86,8 @@ def test_a_restarted_root_takes_up_where_its_page_stands() -> None:
     assert root.decide() == Decision(v(7))  # and 6, sealed long ago, is not called abandoned
 
 
-def test_nothing_is_sealed_over_the_head_of_a_shard_to_come() -> None:
-    assert build_vote([], expected=2) == build_vote([]) == SILENT
-    early = build_vote([holding(4, 5)], expected=2)
-    assert not early.complete
-    assert early.seen == {v(4), v(5)}
+def test_nothing_is_complete_without_pairs() -> None:
+    assert build_vote([]) == SILENT
 
 
 def test_strangers_have_no_vote() -> None:

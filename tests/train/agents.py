@@ -16,7 +16,6 @@ from gemini_hpc.client.agent_connection import AgentLost, ask_once
 from gemini_hpc.wire import inspect_schema, local
 from gemini_hpc.wire.handshake import HandshakeClient
 from gemini_hpc.wire.link import BlockingLink
-from gemini_hpc.wire.munge import get_uid
 
 JOB, CLUSTER = 81, "cluster"
 FORKED = Path(__file__).parents[1] / "agent" / "forked.py"
@@ -201,7 +200,7 @@ class RealJob:
         """A connection to the agent's TCP port. Credentials are open in this process too: see `open_munge`."""
         greeting = {"job": JOB, "restart": self.restart, "source": "n9", "target": node.name, "cluster": CLUSTER}
         greeting |= {"instance": "i"} | changes
-        client = HandshakeClient(purpose=purpose, server_uid=get_uid(), **greeting)  # type: ignore[arg-type]
+        client = HandshakeClient(purpose=purpose, server_uid=os.geteuid(), **greeting)  # type: ignore[arg-type]
         return BlockingLink.connect("127.0.0.1", node.port, client)
 
     def held(self, node: RealNode, rank: int) -> set[tuple[int, int]]:

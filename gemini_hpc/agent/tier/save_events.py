@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -291,4 +291,3 @@ class NotSaved(msgspec.Struct, frozen=True):
 
 
 Effect = Order | Write | Down | Up | Clean | Publish | Name | Look | Answer | Settled | Failed | NotSaved
-Effects = Sequence[Effect]
