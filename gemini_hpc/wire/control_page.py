@@ -16,7 +16,8 @@ PAGE_BYTES = 4096
 MAGIC = 0x0001_494E_494D_4547
 _WORD = struct.Struct("<Q")
 
-MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT, ABANDONED_AT, GROWN_AT, HELD_AT = range(0, 72, 8)
+# The fourth word is free: agents of earlier versions write a time there that nobody reads.
+MAGIC_AT, SEALED_AT, STATE_AT, _, DEAD_AT, ROUND_AT, ABANDONED_AT, GROWN_AT, HELD_AT = range(0, 72, 8)
 SEALED_NS_AT, CPU_AT = 72, 80
 _CPU = struct.Struct("<ff")
 
@@ -99,15 +100,6 @@ class ControlPage:
     def set_state(self, state: int) -> None:
         """Publish the protection state."""
         self._put(STATE_AT, state)
-
-    @property
-    def beat_ns(self) -> int:
-        """Return the time of the agent's last heartbeat, in CLOCK_MONOTONIC nanoseconds."""
-        return self._get(BEAT_AT)
-
-    def set_beat_ns(self, value: int) -> None:
-        """Publish a heartbeat of the agent."""
-        self._put(BEAT_AT, value)
 
     @property
     def dead_nodes(self) -> int:

@@ -6,7 +6,6 @@ from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.pace import VersionGaps
 from gemini_hpc.agent.replicas.progress import RankPages
 from gemini_hpc.agent.replicas.voting import Voting
-from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import control_page, peer
 from gemini_hpc.wire.local_server import LocalClient
@@ -20,29 +19,40 @@ class Training:
         self.world = 0
         self._memory = Memfd(f"gemini:page:{name}", control_page.PAGE_BYTES)
         self.page = control_page.ControlPage(self._memory.fd, writable=True)
-        self.sealing: Voting | None = None
-        self.chosen: Stamp | None = None
-        self.settled: Stamp | None = None
-        self.noted: Stamp | None = None  # seal noted for a successor of this agent
-        self.chosen_world = 0
-        self.stored = False
-        self.chosen_copies: dict[int, Copy] = {}
-        self.sources: dict[int, tuple[str, ...]] = {}
-        self.lost: tuple[str, ...] = ()
-        self.note = ""
-        self.begun = 0  # the newest version that a rank of this launch has begun to save here
         self.pace = VersionGaps()
         self.ranks = RankPages()
+        self.load_copies: dict[int, Memfd] = {}
+        self.apply_plan(None, 0)
+
+    def apply_plan(self, plan: peer.PlannedTraining | None, round_number: int) -> None:
+        """Reset this training to the plan of a round."""
+        self.pace.reset()
+        self.ranks.reset()
+        if plan is None:
+            plan = peer.PlannedTraining(self.name, None, (), None, 0, (), ())
+        else:
+            self.world = plan.world
+        self.chosen, self.chosen_world, self.stored, self.lost = plan.chosen, plan.world, plan.stored, plan.lost
+        self.sources = {copy.rank: hosts for copy, hosts in plan.copies}
+        self.chosen_copies = {copy.rank: copy for copy, _ in plan.copies}
+        self.settled = plan.sealed
+        self.noted: Stamp | None = None  # seal noted for a successor of this agent
+        self.sealing: Voting | None = None
+        self.begun = 0  # the newest version that a rank of this launch has begun to save here
+        self.note = ""
         self.hung = ""  # the reported reason and place of a hang
         self.restarts: set[int] = set()  # ranks that are restarted when they fail
         self.present: dict[int, LocalClient] = {}
         self.greeted: set[int] = set()
         self.finished: set[int] = set()
-        self.load_copies: dict[int, Memfd] = {}
         self.left: dict[int, str] = {}  # ranks without protection any more, and the reason: no version is sealed then
         self._complaint: tuple[str, Stamp | None] = "", None
         self.void: Stamp | None = None  # a version whose ranks disagree on its moment
         self.void_note = ""  # their difference, until rank 0 has received it
+        self.page.set_sealed(*(self.settled or (0, 0)))
+        self.page.set_abandoned(0, 0)
+        self.page.set_state(control_page.STATE_ARMING)
+        self.page.set_round(round_number)
 
     @property
     def sealed(self) -> Stamp | None:
@@ -74,36 +84,6 @@ class Training:
     def open_page(self) -> int:
         """Return a read-only descriptor of the control page for a trainer."""
         return self._memory.open_read_only()
-
-    def apply_plan(self, plan: peer.PlannedTraining | None, round_number: int) -> None:
-        """Reset this training to the plan of a round."""
-        self.sealing = None
-        self.present.clear()
-        self.greeted.clear()
-        self.ranks.reset()
-        self.restarts.clear()
-        self.hung = ""
-        self.finished.clear()
-        self.left.clear()
-        self._complaint = "", None
-        self.chosen, self.settled, self.chosen_world, self.sources, self.lost = None, None, 0, {}, ()
-        self.chosen_copies, self.noted = {}, None
-        self.stored = plan is not None and plan.stored
-        self.note = self.void_note = ""
-        self.void = None
-        self.begun = 0
-        self.pace.reset()
-        if plan is not None:
-            self.chosen = plan.chosen
-            self.settled = plan.sealed
-            self.world = self.chosen_world = plan.world
-            self.lost = plan.lost
-            self.sources = {copy.rank: hosts for copy, hosts in plan.copies}
-            self.chosen_copies = {copy.rank: copy for copy, _ in plan.copies}
-        self.page.set_sealed(*(self.settled or (0, 0)))
-        self.page.set_abandoned(0, 0)
-        self.page.set_state(control_page.STATE_ARMING)
-        self.page.set_round(round_number)
 
     def close(self) -> None:
         """Free the pages of this training."""

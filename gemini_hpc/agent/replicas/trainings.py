@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from gemini_hpc import clock
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.replicas.seal_notes import SealNotes, Within
@@ -133,13 +132,10 @@ class Trainings:
     def _open_voting(self, incarnation: Incarnation, training: Training) -> None:
         rounds = incarnation.rounds
         number, name, above = rounds.round, training.name, rounds.parent
-        up: Callable[..., None] | None = None
-        if above is not None:
-            up = lambda ballot: discard_result(self._membership.send(above, to_wire(number, name, ballot)))  # noqa: E731
         training.sealing = Voting(
             self._membership.redundancy.pairs,
             rounds.children,
-            up,
+            None if above is None else lambda ballot: self._membership.send(above, to_wire(number, name, ballot)),
             lambda word, degraded: self._spread_decision(training, number, word, degraded),
             training.settled,
         )
@@ -233,12 +229,11 @@ class Trainings:
     # ---- control pages ---------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Show on the control pages that this agent lives. Called several times a second."""
+        """Show on the control pages whether nodes are missing. Called several times a second."""
         incarnation = self._membership.incarnation
         missing = incarnation is not None and bool(incarnation.mesh.list_silent() | incarnation.mesh.dead)
         self.show_dead()
         for training in self:
-            training.page.set_beat_ns(clock.monotonic_ns())
             if training.sealing is not None and not self._membership.detached:
                 training.sealing.record_missing(missing)
                 self._show_state(training)
@@ -278,7 +273,3 @@ def _build_decision(number: int, training_name: str, word: Decision, degraded: b
     sealed = word.sealed
     abandoned = tuple(sorted(word.abandoned))
     return peer.DecisionDown(number, training_name, sealed, abandoned, degraded, word.void, word.why[:1000])
-
-
-def discard_result(_: object) -> None:
-    """Ignore the argument and return None."""

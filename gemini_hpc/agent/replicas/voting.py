@@ -69,7 +69,7 @@ class Voting:
         self,
         pairs_each: int,
         children: Iterable[str],
-        up: Callable[[SubtreeVote], None] | None,
+        up: Callable[[SubtreeVote], object] | None,
         spread: Callable[[Decision, bool], None],
         settled: Stamp | None = None,
     ) -> None:
