@@ -180,8 +180,7 @@ class PeerServer:
                     await link.flush(self._view.build_part(message.request, message.record))
 
     def _find_copy(self, ask: peer.PullAsk) -> tuple[Copy, Any] | bool:
-        find = self._store.find_parity if ask.parity else self._store.find_version
-        found = find(ask.training, ask.rank, ask.stamp)
+        found = self._store.find_version(ask.training, ask.rank, ask.stamp, parity=ask.parity)
         if found is None:
             return False
         shard, index = found

@@ -14,7 +14,7 @@ from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.replicas import galois, replica_fills
 from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory, adopt
-from gemini_hpc.agent.replicas.parity import Parity
+from gemini_hpc.agent.replicas.parity import Parity, cover_alike
 from gemini_hpc.agent.replicas.pledges import Wish
 from gemini_hpc.agent.replicas.replicas import Replicas
 from gemini_hpc.agent.replicas.store import Shard
@@ -263,9 +263,27 @@ class RankRequests:
             size_bytes = known.bytes
         if not size_bytes:
             raise RequestRejected("a shard of 0 bytes is impossible")
+        shard = await self._make_shard(client, training, m, size_bytes)
+        self._keepers[m.training, m.rank] = client
+        shard.pushed, shard.unlike, shard.half_back = m.pushed, "", False
+        replica_fills.release(shard)
+        self._trainings.recount(m.training)
+        if m.pushed:
+            self._spawn(self._populate(shard))
+        return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
+
+    async def _make_shard(
+        self,
+        client: LocalClient,
+        training: Training,
+        m: local.Register,
+        size_bytes: int,
+        parity: Parity | None = None,
+    ) -> Shard:
+        """Return the shard, or the parity beside it, registered in this round."""
         number = self._membership.round
         try:
-            shard = await self._store.make_shard(m.training, m.rank, m.world, m.home, size_bytes)
+            shard = await self._store.make_shard(m.training, m.rank, m.world, m.home, size_bytes, parity=parity)
         except NoMemory as exc:
             training.note = str(exc)
             self._log.log("refused", detail=str(exc))
@@ -273,13 +291,8 @@ class RankRequests:
         if self._membership.round != number:
             raise RequestRejected("a recovery round is under way")
         self._authorize(client, m)
-        self._keepers[m.training, m.rank] = client
-        shard.registered_round, shard.pushed, shard.unlike, shard.half_back = number, m.pushed, "", False
-        replica_fills.release(shard)
-        self._trainings.recount(m.training)
-        if m.pushed:
-            self._spawn(self._populate(shard))
-        return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
+        shard.registered_round = number
+        return shard
 
     async def _populate(self, shard: Shard) -> None:
         """Map the pages of a shard that this agent receives, one slot after another, beside all other work.
@@ -294,7 +307,7 @@ class RankRequests:
 
     async def _register_parity(self, client: LocalClient, training: Training, m: local.Register) -> Reply:
         """Register the parity kept beside a shard of this node, made of shards of its group's other nodes."""
-        membership, number = self._membership, self._membership.round
+        membership = self._membership
         own_noderank = membership.noderanks[self._node]
         ranks, homes = {rank for rank, _ in m.of}, {home for _, home in m.of}
         others = set(membership.redundancy.list_receivers(own_noderank)) if membership.redundancy.parity else set()
@@ -303,20 +316,11 @@ class RankRequests:
         if m.rank in ranks or max(ranks) >= m.world or not m.bytes:
             raise RequestRejected(f"impossible parity beside the shard of rank {m.rank}: of ranks {sorted(ranks)}")
         known = self._store.parities.get((m.training, m.rank))
-        blocks = membership.redundancy.parity
-        grown = known is not None and known.parity is not None and known.parity.is_like(Parity(dict(m.of), blocks))
-        size_bytes = max(m.bytes, known.bytes) if known is not None and grown else m.bytes
-        try:
-            shard = await self._store.make_parity(m.training, m.rank, m.world, m.home, size_bytes, m.of, blocks)
-        except NoMemory as exc:
-            training.note = str(exc)
-            self._log.log("refused", detail=str(exc))
-            raise
-        if membership.round != number:
-            raise RequestRejected("a recovery round is under way")
-        self._authorize(client, m)
-        shard.registered_round = number
-        if blocks > 1 and galois.load_library() is None:
+        parity = Parity(dict(m.of), membership.redundancy.parity)
+        has_grown = known is not None and cover_alike(known.parity, parity)
+        size_bytes = max(m.bytes, known.bytes) if known is not None and has_grown else m.bytes
+        shard = await self._make_shard(client, training, m, size_bytes, parity)
+        if parity.blocks > 1 and galois.load_library() is None:
             training.note = f"{galois.LIBRARY} (ISA-L) is not on {self._node}: parity is slow there"
         self._trainings.recount(m.training)
         if m.passed:

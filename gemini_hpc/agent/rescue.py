@@ -278,7 +278,7 @@ class Rescue:
             return present, self._filling.begin_again(training, present, o.stamp.version)
         shard = await self._store.make_shard(o.training, o.rank, o.world, o.home, o.slot_bytes)
         shard.rescued_round = self._membership.round
-        return shard, shard.pair.begin_version(o.stamp, None, frozenset(), voted=frozenset())
+        return shard, shard.begin_copy(o.stamp)
 
     def _discard_copy(self, shard: Shard, index: int) -> None:
         """Discard a failed copy."""

@@ -6,8 +6,8 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from gemini_hpc.client.mapped_slots import populate
 from gemini_hpc.config import Settings, build_own_settings
@@ -267,6 +267,40 @@ class Budget:
     def release(self, given_bytes: int) -> None:
         """Return a freed reservation to the budget."""
         self.taken_bytes -= given_bytes
+
+    @contextmanager
+    def hold(self, wanted_bytes: int, what: str, *owned: Memfd, present: bool = False) -> Iterator[list[Memfd]]:
+        """Count a reservation for memory that the block makes and adds to the list.
+
+        If the block fails, the memory in the list is closed, and the reservation is returned to the budget.
+
+        Args:
+            wanted_bytes: Bytes to reserve.
+            what: Name of the reservation, for the message.
+            owned: Memory that is in the list from the beginning.
+            present: See `reserve`.
+
+        Raises:
+            NoMemory: The reservation does not fit, or its memory does not suffice.
+        """
+        made, counted_bytes = list(owned), 0
+        try:
+            self.reserve(wanted_bytes, what, present=present)
+            counted_bytes = wanted_bytes
+            yield made
+        except BaseException as exc:
+            for memory in made:
+                memory.close()
+            self.release(counted_bytes)
+            if counted_bytes and isinstance(exc, (NoMemory, OSError)):
+                raise NoMemory(f"{what}: {exc}") from None
+            raise
+
+    def free(self, memory: Memfd) -> None:
+        """Free reserved memory, unless it was closed before."""
+        if memory.fd >= 0:
+            memory.close()
+            self.release(memory.size_bytes)
 
     def is_below_floor(self, share: float = 1.0) -> bool:
         """Return whether the node's free memory is below the floor, or below this share of it."""

@@ -75,6 +75,7 @@ class Parity:
         self.rooms = [0, 0]
         self.fill: ParityFold | None = None
 
-    def is_like(self, other: Parity) -> bool:
-        """Return whether the other parity covers the same shards in the same way."""
-        return (self.homes, self.blocks) == (other.homes, other.blocks)
+
+def cover_alike(one: Parity | None, other: Parity | None) -> bool:
+    """Return whether both cover the same shards in the same way, or none is a parity."""
+    return (one and (one.homes, one.blocks)) == (other and (other.homes, other.blocks))

@@ -127,14 +127,12 @@ class SlotWrites:
 
         Return whether the digests are equal. Otherwise the slot becomes void.
         """
-        stamp, used, wanted = claimed
+        stamp, _, wanted = claimed
         slot = shard.pair.slots[index]
         if slot.state != "filling" or slot.stamp != stamp:
             return False
         if found == wanted:
-            shard.pair.complete_slot(index, stamp, found, used, shard.read_moment(index))
-            shard.since[index] = shard.verified[index] = clock.time()
-            shard.memory[index].commit(claimed)
+            shard.complete_slot(index, claimed)
             self._completed(shard, index)
         else:
             shard.pair.empty_slot(index)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gemini_hpc import clock
 from gemini_hpc.agent.replicas.digest_pool import DigestPool, Urgency
-from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
-from gemini_hpc.agent.replicas.parity import Parity
+from gemini_hpc.agent.replicas.memory import Budget, Memfd
+from gemini_hpc.agent.replicas.parity import Parity, cover_alike
 from gemini_hpc.agent.replicas.replica_fill import Fill
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.digest import Pieces
 from gemini_hpc.core.moments import UNCOUNTED, Moment
 from gemini_hpc.core.slots import Slot, SlotPair, Stamp
+from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.format.slot_header import HEADER_BYTES, read_moment
 
 Key = tuple[str, int]
@@ -109,6 +110,23 @@ class Shard:
         with self.memory[index].view() as memory:
             return read_moment(memory[:HEADER_BYTES]) if self.parity is None else UNCOUNTED
 
+    def begin_copy(self, stamp: Stamp) -> int:
+        """Begin a copy that this agent restores itself. Return the index of its slot, which is busy from here on.
+
+        Raises:
+            core.slots.Refused: No slot can take the version.
+        """
+        index = self.pair.begin_version(stamp, None, frozenset(), voted=frozenset())
+        self.pair.slots[index].busy = True
+        self.memory[index].commit(None)
+        return index
+
+    def complete_slot(self, index: int, found: Committed) -> None:
+        """Complete a slot in progress whose bytes have been verified, and write its commit record."""
+        self.pair.complete_slot(index, found.stamp, found.digest, found.used_bytes, self.read_moment(index))
+        self.since[index] = self.verified[index] = clock.time()
+        self.memory[index].commit(found)
+
     def verify_slot(self, index: int, digest: str) -> bool:
         """Compare a digest just read with the recorded one. A slot with another digest becomes void."""
         record = self.describe_copy(index)
@@ -154,83 +172,64 @@ class Store:
         """Return all current parity of a training."""
         return [s for s in self.parities.values() if s.training == training_name]
 
-    def find_version(self, training_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
-        """Return the shard and slot index of exactly this version, complete or in progress."""
-        for shard in self:
-            if shard.training == training_name and shard.rank == rank:
-                index = shard.pair.find_slot(stamp)
-                if index is not None:
-                    return shard, index
-        return None
+    def find_version(
+        self, training_name: str, rank: int, stamp: Stamp, *, parity: bool = False
+    ) -> tuple[Shard, int] | None:
+        """Return the shard and slot index of exactly this version, complete or in progress.
 
-    def find_parity(self, training_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
-        """Return the parity and slot index of exactly this version beside that rank's shard."""
+        Args:
+            training_name: Name of the training.
+            rank: Rank of the shard.
+            stamp: The version.
+            parity: Look for the parity beside that shard instead.
+        """
         for shard in self.list_all():
-            if shard.parity is not None and shard.training == training_name and shard.rank == rank:
+            if (shard.training, shard.rank, shard.parity is not None) == (training_name, rank, parity):
                 index = shard.pair.find_slot(stamp)
                 if index is not None:
                     return shard, index
         return None
 
     async def make_shard(
-        self, training_name: str, rank: int, world: int, home: int, size_bytes: int, *, reserve: bool = True
-    ) -> Shard:
-        """Create the two slots of a shard, and take their pages unless they are handed back.
-
-        Memory of the same size is used again. A shard of the same rank but another size or world stays as an ancestor
-        until a newer version is sealed: it may be the only copy.
-
-        Raises:
-            NoMemory: The memory does not suffice.
-        """
-        async with self._making[False, (training_name, rank)]:
-            old = self.shards.get((training_name, rank))
-            name, what = f"gemini:{training_name}:{rank}", f"shard of rank {rank}"
-            if old is not None and old.bytes == size_bytes and old.world == world:
-                await self._restore_trimmed(old, name, what)
-                old.home = home
-                return old
-            memory = await self._make_slots(name, what, size_bytes, reserve=reserve)
-            shard = Shard(training_name, rank, world, home, size_bytes, memory)
-            self.add_shard(shard)
-            return shard
-
-    async def make_parity(
         self,
         training_name: str,
         rank: int,
         world: int,
         home: int,
         size_bytes: int,
-        of: Iterable[tuple[int, int]],
-        blocks: int,
+        *,
+        parity: Parity | None = None,
+        reserve: bool = True,
     ) -> Shard:
-        """Reserve and create the two slots of the parity beside a shard, like `make`.
+        """Create the two slots of a shard, and take their pages unless they are handed back.
+
+        Memory of the same size is used again. A shard of the same rank but another size or world stays as an ancestor
+        until a newer version is sealed: it may be the only copy.
 
         Args:
             training_name: Name of the training.
-            rank: Rank whose shard the parity is beside.
+            rank: Rank whose shard it is.
             world: Number of shards of the training.
-            home: Node rank of that shard's home.
+            home: Node rank of the shard's home.
             size_bytes: Size of one slot.
-            of: Ranks whose shards the parity covers, each with its home.
-            blocks: Number of blocks of the parity.
+            parity: Set for the parity beside that shard: the shards that it covers.
+            reserve: Take the pages of both slots.
 
         Raises:
             NoMemory: The memory does not suffice.
         """
-        wanted = Parity(dict(of), blocks)
-        async with self._making[True, (training_name, rank)]:
-            old = self.parities.get((training_name, rank))
-            name, what = f"gemini:{training_name}:parity {rank}", f"parity beside the shard of rank {rank}"
-            same = old is not None and (old.bytes, old.world) == (size_bytes, world)
-            if same and old is not None and old.parity is not None and old.parity.is_like(wanted):
+        of = "" if parity is None else "parity "
+        name, what = f"gemini:{training_name}:{of}{rank}", f"{of and 'parity beside the '}shard of rank {rank}"
+        async with self._making[parity is not None, (training_name, rank)]:
+            old = self._find_table(parity).get((training_name, rank))
+            if old is not None and (old.bytes, old.world) == (size_bytes, world) and cover_alike(old.parity, parity):
                 await self._restore_trimmed(old, name, what)
                 old.home = home
                 return old
-            memory = await self._make_slots(name, what, size_bytes)
-            self.add_shard(Shard(training_name, rank, world, home, size_bytes, memory, parity=wanted))
-            return self.parities[training_name, rank]
+            memory = await self._make_slots(name, what, size_bytes, 0, 1, reserve=reserve)
+            shard = Shard(training_name, rank, world, home, size_bytes, memory, parity=parity)
+            self.add_shard(shard)
+            return shard
 
     def trim(self, shard: Shard, sealed: Stamp, abandoned: frozenset[Stamp]) -> None:
         """Free the slots that a closed training does not need any more.
@@ -243,8 +242,7 @@ class Store:
         for index, slot in enumerate(shard.pair.slots):
             if shard.memory[index].fd >= 0 and (slot.stamp is None or slot.stamp < sealed or slot.stamp in abandoned):
                 shard.pair.empty_slot(index)
-                shard.memory[index].close()
-                self.budget.release(shard.bytes)
+                self.budget.free(shard.memory[index])
 
     async def _restore_trimmed(self, shard: Shard, name: str, what: str) -> None:
         """Take memory again for a trimmed slot.
@@ -257,7 +255,7 @@ class Store:
                 slot = shard.pair.slots[index]
                 slot.busy = True
                 try:
-                    shard.memory[index] = await self._make_slot(f"{name}:{index}", what, shard.bytes)
+                    (shard.memory[index],) = await self._make_slots(name, what, shard.bytes, index)
                 finally:
                     slot.busy = False
 
@@ -270,32 +268,14 @@ class Store:
         async with self._taking:
             await asyncio.to_thread(memory.take_pages, self.budget.measure_left_bytes)
 
-    async def _make_slot(self, name: str, what: str, size_bytes: int) -> Memfd:
-        self.budget.reserve(size_bytes, what)
-        memory = Memfd(name, size_bytes, slot=True)
-        try:
-            await self._reserve_pages(memory)
-        except BaseException:
-            memory.close()
-            self.budget.release(size_bytes)
-            raise
-        return memory
-
-    async def _make_slots(self, name: str, what: str, size_bytes: int, *, reserve: bool = True) -> list[Memfd]:
-        self.budget.reserve(2 * size_bytes, what, present=not reserve)
-        memory: list[Memfd] = []
-        try:
-            memory += (Memfd(f"{name}:{index}", size_bytes, slot=True) for index in range(2))
+    async def _make_slots(
+        self, name: str, what: str, size_bytes: int, *indexes: int, reserve: bool = True
+    ) -> list[Memfd]:
+        with self.budget.hold(len(indexes) * size_bytes, what, present=not reserve) as made:
+            made.extend(Memfd(f"{name}:{index}", size_bytes, slot=True) for index in indexes)
             if reserve:
-                await asyncio.gather(*(self._reserve_pages(m) for m in memory))
-        except BaseException as exc:
-            for m in memory:
-                m.close()
-            self.budget.release(2 * size_bytes)
-            if isinstance(exc, (NoMemory, OSError)):
-                raise NoMemory(f"{what}: {exc}") from None
-            raise
-        return memory
+                await asyncio.gather(*(self._reserve_pages(memory) for memory in made))
+        return made
 
     async def adopt(
         self, training_name: str, rank: int, world: int, home: int, size_bytes: int, first: Memfd
@@ -305,41 +285,23 @@ class Store:
         Raises:
             NoMemory: The memory does not suffice. The existing memory is closed then.
         """
-        second: Memfd | None = None
         async with self._making[False, (training_name, rank)]:
-            try:
-                self.budget.reserve(2 * size_bytes, f"shard of rank {rank}", present=True)
-            except NoMemory:
-                first.close()
-                raise
-            try:
-                second = Memfd(f"gemini:{training_name}:{rank}:1", size_bytes, slot=True)
-                await self._reserve_pages(second)
-            except BaseException as exc:
-                for memory in (first, second):
-                    if memory is not None:
-                        memory.close()
-                self.budget.release(2 * size_bytes)
-                if isinstance(exc, (NoMemory, OSError)):
-                    raise NoMemory(f"shard of rank {rank}: {exc}") from None
-                raise
-            shard = Shard(training_name, rank, world, home, size_bytes, [first, second])
+            with self.budget.hold(2 * size_bytes, f"shard of rank {rank}", first, present=True) as made:
+                made.append(Memfd(f"gemini:{training_name}:{rank}:1", size_bytes, slot=True))
+                await self._reserve_pages(made[1])
+            shard = Shard(training_name, rank, world, home, size_bytes, made)
             self.add_shard(shard)
             return shard
 
     def release_memory(self, shard: Shard, index: int) -> int:
         """Release a shard. Return a descriptor of one slot's memory for its new owner."""
         fd = os.dup(shard.memory[index].fd)
-        if self.shards.get((shard.training, shard.rank)) is shard:
-            del self.shards[shard.training, shard.rank]
-        else:
-            self.ancestors.remove(shard)
-        self._close(shard)
+        self.drop(shard)
         return fd
 
     def add_shard(self, shard: Shard) -> None:
         """Add a shard. A shard of the same name becomes an ancestor."""
-        key, held = (shard.training, shard.rank), self._find_table(shard)
+        key, held = (shard.training, shard.rank), self._find_table(shard.parity)
         old = held.get(key)
         if old is not None:
             if old.pair.list_complete_stamps():
@@ -348,8 +310,8 @@ class Store:
                 self._close(old)
         held[key] = shard
 
-    def _find_table(self, shard: Shard) -> dict[Key, Shard]:
-        return self.shards if shard.parity is None else self.parities
+    def _find_table(self, parity: Parity | None) -> dict[Key, Shard]:
+        return self.shards if parity is None else self.parities
 
     def find_covering_parity(self, training_name: str, rank: int, round_number: int) -> Shard | None:
         """Return the parity here that covers this rank's shard, or None.
@@ -363,7 +325,7 @@ class Store:
 
     def drop(self, shard: Shard) -> None:
         """Free a shard that is not needed: a failed copy, or a copy of a closed training."""
-        key, held = (shard.training, shard.rank), self._find_table(shard)
+        key, held = (shard.training, shard.rank), self._find_table(shard.parity)
         if held.get(key) is shard:
             del held[key]
             self._close(shard)
@@ -373,9 +335,7 @@ class Store:
 
     def _close(self, shard: Shard) -> None:
         for memory in shard.memory:
-            if memory.fd >= 0:  # a negative descriptor: the slot was trimmed
-                memory.close()
-                self.budget.release(shard.bytes)
+            self.budget.free(memory)
 
     def drop_stale(self, training_name: str, round_number: int, world: int, sealed: Stamp) -> None:
         """Free ancestors and unregistered shards after a seal in this round.
@@ -385,27 +345,22 @@ class Store:
         votes of the dead have sealed.
         """
         for shard in [s for s in self.ancestors if s.training == training_name]:
-            heir = self._find_table(shard).get((training_name, shard.rank))
+            heir = self._find_table(shard.parity).get((training_name, shard.rank))
             # A late seal may name a version that only the ancestor has. The heir's versions may never be sealed.
             if heir is None or sealed in heir.pair.list_complete_stamps():
-                self.ancestors.remove(shard)
-                self._close(shard)
-        for key, shard in [*self.shards.items(), *self.parities.items()]:
+                self.drop(shard)
+        for shard in [*self.shards.values(), *self.parities.values()]:
             stays = shard.registered_round == round_number or (
                 shard.rescued_round == round_number
                 and any(slot.stamp is not None and slot.stamp >= sealed for slot in shard.pair.slots)
             )
             if shard.training == training_name and not (stays and shard.world == world):
-                del self._find_table(shard)[key]
-                self._close(shard)
+                self.drop(shard)
 
     def clear(self) -> None:
         """Free all shards."""
         for shard in self.list_all():
-            self._close(shard)
-        self.shards.clear()
-        self.parities.clear()
-        self.ancestors.clear()
+            self.drop(shard)
 
     async def verify(self) -> list[Copy]:
         """Read every complete copy and parity again, all at once. Void and return the damaged ones."""

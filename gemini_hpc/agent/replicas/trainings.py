@@ -123,8 +123,7 @@ class Trainings:
     def drop_load_copies(self, training: Training) -> None:
         """Free copies that were pulled only to be loaded."""
         for memory in training.load_copies.values():
-            self._store.budget.release(memory.size_bytes)
-            memory.close()
+            self._store.budget.free(memory)
         training.load_copies.clear()
 
     # ---- seals -----------------------------------------------------------------------------------------

@@ -230,9 +230,7 @@ class NodeWriter:
                 self._free(key)
 
     def _free(self, key: tuple[str, int]) -> None:
-        memory = self._copies.pop(key)
-        memory.close()
-        self._store.budget.release(memory.size_bytes)
+        self._store.budget.free(self._copies.pop(key))
 
     async def _reserve_memory(self, shard: Shard) -> Memfd:
         key, budget = (shard.training, shard.rank), self._store.budget
@@ -241,16 +239,11 @@ class NodeWriter:
             return found
         if found is not None:
             self._free(key)
-        budget.reserve(shard.bytes, f"a third copy of the shard of rank {shard.rank}, for the tier")
-        memory = Memfd(f"gemini:tier:{shard.rank}", shard.bytes)
-        try:
-            await asyncio.to_thread(memory.reserve, budget.measure_left_bytes)
-        except BaseException:
-            memory.close()
-            budget.release(shard.bytes)
-            raise
-        self._copies[key] = memory
-        return memory
+        with budget.hold(shard.bytes, f"a third copy of the shard of rank {shard.rank}, for the tier") as made:
+            made.append(Memfd(f"gemini:tier:{shard.rank}", shard.bytes))
+            await asyncio.to_thread(made[0].reserve, budget.measure_left_bytes)
+        self._copies[key] = made[0]
+        return made[0]
 
 
 def _copy(fd: int, into: Memfd, used_bytes: int) -> None:

@@ -157,8 +157,13 @@ class PartReceiver:
         number = self._membership.round
         room = parity.compute_block_bytes(max(head.bytes, head.used), len(of.homes) + 1, of.blocks)
         try:
-            larger = await self._store.make_parity(
-                shard.training, shard.rank, shard.world, shard.home, of.blocks * room, of.homes.items(), of.blocks
+            larger = await self._store.make_shard(
+                shard.training,
+                shard.rank,
+                shard.world,
+                shard.home,
+                of.blocks * room,
+                parity=Parity(of.homes, of.blocks),
             )
         except NoMemory as exc:
             training.note = str(exc)

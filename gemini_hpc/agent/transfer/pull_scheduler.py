@@ -13,6 +13,7 @@ from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import Memfd, NoMemory
+from gemini_hpc.agent.replicas.parity import Parity
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
@@ -149,16 +150,14 @@ class PullScheduler:
     ) -> Memfd:
         if not keep:
             return await self._pull_guest(copy, sources)
-        number, of = self._membership.round, [(member.rank, member.home) for member in copy.of]
+        number = self._membership.round
+        parity = Parity({member.rank: member.home for member in copy.of}, copy.blocks) if copy.of else None
         stop = self._stops[_build_key(copy)] = Event()
         stamp = self._stamps[_build_key(copy)] = copy.stamp
         try:
-            if of:
-                shard = await self._store.make_parity(
-                    copy.training, copy.rank, copy.world, copy.home, copy.bytes, of, copy.blocks
-                )
-            else:
-                shard = await self._store.make_shard(copy.training, copy.rank, copy.world, copy.home, copy.bytes)
+            shard = await self._store.make_shard(
+                copy.training, copy.rank, copy.world, copy.home, copy.bytes, parity=parity
+            )
             if stop.is_set():
                 raise pull.PullFailed("cancelled by a new recovery round")
             shard.resumed_round = number
@@ -166,9 +165,7 @@ class PullScheduler:
             if held is not None and shard.pair.slots[held].digest == copy.digest:  # held since an earlier round
                 return shard.memory[held]
             # Begin before waiting for the gate: a trainer that begins a newer version first would exclude this one.
-            index = shard.pair.begin_version(stamp, None, frozenset(), voted=frozenset())
-            shard.pair.slots[index].busy = True
-            shard.memory[index].commit(None)
+            index = shard.begin_copy(stamp)
         except (NoMemory, Refused) as exc:
             moved = await self._move_copy(copy, sources, number) if isinstance(exc, NoMemory) else None
             if moved is None:
@@ -196,8 +193,7 @@ class PullScheduler:
                         raise pull.PullFailed(f"{host} is dead")
                     found.append((source, part))
                     continue
-                find = self._store.find_parity if part.of else self._store.find_version
-                held = find(part.training, part.rank, part.stamp)
+                held = self._store.find_version(part.training, part.rank, part.stamp, parity=bool(part.of))
                 if held is None or held[0].pair.slots[held[1]].digest != part.digest:
                     raise pull.PullFailed(f"shard {part.rank} is not held here")
                 found.append((held[0].memory[held[1]], part))
@@ -226,9 +222,7 @@ class PullScheduler:
     def _complete_slot(self, copy: Copy, shard: Shard, index: int) -> None:
         if shard.parity is not None:
             shard.parity.of[index], shard.parity.rooms[index] = copy.of, copy.room
-        shard.pair.complete_slot(index, copy.stamp, copy.digest, copy.used, shard.read_moment(index))
-        shard.since[index] = shard.verified[index] = clock.time()
-        shard.memory[index].commit(Committed(copy.stamp, copy.used, copy.digest))
+        shard.complete_slot(index, Committed(copy.stamp, copy.used, copy.digest))
         self._trainings.recount(copy.training)
 
     async def _move_copy(self, copy: Copy, sources: tuple[str, ...], number: int) -> Memfd | None:
@@ -248,9 +242,7 @@ class PullScheduler:
         except NoMemory as exc:
             raise pull.PullFailed(str(exc)) from None
         shard.resumed_round = number
-        index = shard.pair.begin_version(copy.stamp, None, frozenset(), voted=frozenset())
-        shard.pair.slots[index].busy = True
-        memory.commit(None)
+        index = shard.begin_copy(copy.stamp)
         if await self._store.pool.digest(memory, copy.used, urgency=Urgency.ARRIVING) != copy.digest:
             shard.pair.empty_slot(index)
             raise pull.PullFailed("the digest does not match: damaged copy")
@@ -321,21 +313,14 @@ class PullScheduler:
         budget = self._store.budget
         stop = self._stops[copy.training, copy.rank] = Event()
         try:
-            budget.reserve(copy.used, f"copy of shard {copy.rank} for loading")
+            with budget.hold(copy.used, f"copy of shard {copy.rank} for loading") as made:
+                made.append(memory := Memfd(f"gemini:guest:{copy.rank}", copy.used))
+                await asyncio.to_thread(memory.reserve, budget.measure_left_bytes)
+                await self._fetch(copy, memory, sources, stop)
+                if stop.is_set():
+                    raise pull.PullFailed("cancelled by a new recovery round")
         except NoMemory as exc:
             raise pull.PullFailed(str(exc)) from None
-        memory = Memfd(f"gemini:guest:{copy.rank}", copy.used)
-        try:
-            await asyncio.to_thread(memory.reserve, budget.measure_left_bytes)
-            await self._fetch(copy, memory, sources, stop)
-            if stop.is_set():
-                raise pull.PullFailed("cancelled by a new recovery round")
-        except BaseException as exc:
-            memory.close()
-            budget.release(copy.used)
-            if isinstance(exc, NoMemory):
-                raise pull.PullFailed(str(exc)) from None
-            raise
         self._trainings.get_or_create(copy.training).load_copies[copy.rank] = memory
         return memory
 
