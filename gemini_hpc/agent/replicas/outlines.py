@@ -96,24 +96,14 @@ class Outlines:
             self._ensure_link(host)
 
     def _choose_hosts(self, nodes: tuple[int, ...]) -> list[str]:
-        membership = self._membership
-        own_noderank = membership.noderanks.get(self._node)
-        if own_noderank is None or membership.redundancy.parity:  # with parity no shard is rescued from live tensors
+        noderanks, redundancy = self._membership.noderanks, self._membership.redundancy
+        own_noderank = noderanks.get(self._node)
+        if own_noderank is None or redundancy.parity:  # with parity no shard is rescued from live tensors
             return []
-        by_rank = {rank: host for host, rank in membership.noderanks.items()}
-        chosen = [
-            *placement.choose_others(
-                own_noderank, membership.nodes, membership.replicas, nodes, order=membership.order
-            ),
-            *(
-                rank
-                for rank in placement.list_holders(
-                    own_noderank % membership.nodes, membership.nodes, membership.replicas, membership.order
-                )[1:]
-                if rank in nodes
-            ),
-        ]
-        return [by_rank[rank] for rank in chosen if rank in by_rank]
+        by_rank = {rank: host for host, rank in noderanks.items()}
+        others = placement.choose_others(own_noderank, redundancy.N, redundancy.m, nodes, order=redundancy.order)
+        holders = [rank for rank in redundancy.list_receivers(own_noderank % redundancy.N) if rank in nodes]
+        return [by_rank[rank] for rank in (*others, *holders) if rank in by_rank]
 
     def _ensure_link(self, host: str) -> None:
         incarnation = self._membership.incarnation
@@ -243,10 +233,8 @@ class Outlines:
         return found
 
     def _list_holders(self, kept: KeptOutline) -> tuple[int, ...]:
-        membership = self._membership
-        return placement.list_holders(
-            kept.outline.home % membership.nodes, membership.nodes, membership.replicas, membership.order
-        )
+        redundancy = self._membership.redundancy
+        return redundancy.list_holders(kept.outline.home % redundancy.N)
 
     def list_ranks_without_copy(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose shards have an outline of this epoch here and are to have no copy here."""
