@@ -74,7 +74,7 @@ def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply
     """
     sock = connect(path, timeout_s)
     try:
-        reply, fds = _exchange(sock, message, timeout_s, ())
+        reply, fds = _exchange(sock, message, timeout_s)
         for fd in fds:
             os.close(fd)
         return reply
@@ -107,14 +107,21 @@ def connect(path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> socket.socket:
     return sock
 
 
-def _exchange(sock: socket.socket, message: local.Message, timeout_s: float, fds: Sequence[int]) -> Reply:
+def _exchange(sock: socket.socket, message: local.Message, timeout_s: float, fds: Sequence[int] = ()) -> Reply:
+    _send(sock, message, timeout_s, fds)
+    return _receive(sock)
+
+
+def _send(sock: socket.socket, message: local.Message, timeout_s: float, fds: Sequence[int]) -> None:
     try:
         sock.settimeout(timeout_s)
-        packet = local.encode(message)
-        if fds:
-            socket.send_fds(sock, [packet], list(fds))
-        else:
-            sock.sendall(packet)
+        socket.send_fds(sock, [local.encode(message)], list(fds))
+    except OSError as error:
+        raise AgentLost(f"the agent does not answer: {error.strerror or error}") from None
+
+
+def _receive(sock: socket.socket) -> Reply:
+    try:
         data, got, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 8)
     except OSError as error:
         raise AgentLost(f"the agent does not answer: {error.strerror or error}") from None
@@ -255,10 +262,7 @@ class AgentClient:
         self, sock: socket.socket, hello: local.Hello, timeout_s: float, waiting: Callable[[float], None] | None
     ) -> local.Welcome:
         started = clock.monotonic()
-        try:
-            socket.send_fds(sock, [local.encode(hello)], [self._progress.fd] if self._progress is not None else [])
-        except OSError as error:
-            raise AgentLost(f"the agent does not answer: {error}") from None
+        _send(sock, hello, REQUEST_TIMEOUT_S, [self._progress.fd] if self._progress is not None else [])
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         while not poll.poll(1000):
@@ -267,11 +271,7 @@ class AgentClient:
                 raise AgentLost(f"the agent did not welcome this rank within {timeout_s:.0f} s")
             if waiting is not None:
                 waiting(waited)
-        try:
-            data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 8)
-            reply = local.reply_decoder.decode(data) if data else None
-        except (OSError, msgspec.MsgspecError) as error:
-            raise AgentLost(f"cannot decode the agent's welcome: {error}") from None
+        reply, fds = _receive(sock)
         try:
             if isinstance(reply, local.Error):
                 raise (RefusedForNow if reply.later else AgentRefused)(reply.error)
@@ -300,7 +300,7 @@ class AgentClient:
             if sock is None:
                 raise AgentLost("the agent is not there")
             try:
-                reply, fds = _exchange(sock, message, timeout_s, ())
+                reply, fds = _exchange(sock, message, timeout_s)
             except AgentLost:
                 # a late answer would be read as the next request's, so end this connection
                 with suppress(OSError):

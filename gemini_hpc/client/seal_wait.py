@@ -141,8 +141,9 @@ class SealGate:
         patience_s: float = math.inf,
         began_at: Callable[[], float] = lambda: 0.0,
         quiet_s: float = 0.0,
+        epoch: int | None = None,
     ) -> bool:
-        """Return True once `version` of this epoch is sealed, or False when further waiting is pointless.
+        """Return True once `version` is sealed, or False when further waiting is pointless.
 
         Args:
             version: Version to wait for.
@@ -154,19 +155,9 @@ class SealGate:
             began_at: Returns the start of the patience if later than the call: a device may lag behind its host.
             quiet_s: Seconds for which no data need arrive, if more than the timeout, because digests and votes take
                 time.
+            epoch: Epoch of the version, None for that of this launch.
         """
-        return self.wait_for((self._epoch, version), hopeless, moved_at, patience_s, began_at, quiet_s)
-
-    def wait_for(
-        self,
-        wanted: tuple[int, int],
-        hopeless: Callable[[], bool],
-        moved_at: Callable[[], float] = lambda: 0.0,
-        patience_s: float = math.inf,
-        began_at: Callable[[], float] = lambda: 0.0,
-        quiet_s: float = 0.0,
-    ) -> bool:
-        """Wait as `wait` does, for any (epoch, version)."""
+        wanted = self._epoch if epoch is None else epoch, version
         limit_s = self._timeout_s
         if self.degraded:
             with self._lock:

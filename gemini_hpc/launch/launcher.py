@@ -12,12 +12,12 @@ import select
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 
 import msgspec
 
 from gemini_hpc import clock, lines
-from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
+from gemini_hpc.client.agent_connection import AgentLost, ask_once, ask_verdict, connect
 from gemini_hpc.client.joining import ATTEMPT_ENV, FAILED_ENV, STEP_ENV, derive_step_name
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.attempts import NOTHING, End
@@ -76,7 +76,6 @@ class Launcher:
         self._signals = Signals()
         self._sock: socket.socket | None = None
         self._asked = False
-        self._retry_at = 0.0
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -397,12 +396,9 @@ class Launcher:
         deadline = clock.monotonic() + TOLD_S
         while True:
             try:
-                with closing(connect(self._path, TOLD_S)) as sock:
-                    sock.settimeout(2 * TOLD_S)
-                    sock.sendall(local.encode(message))
-                    reply = local.reply_decoder.decode(sock.recv(local.MAX_PACKET_BYTES))
-                    return reply if isinstance(reply, local.LaunchState) else None
-            except (AgentLost, OSError, msgspec.MsgspecError):
+                reply = ask_once(self._path, message, 2 * TOLD_S)
+                return reply if isinstance(reply, local.LaunchState) else None
+            except AgentLost:
                 if clock.monotonic() > deadline:
                     return None
             clock.sleep(RETRY_S)

@@ -192,7 +192,8 @@ class OptimizerGate:
             running.controller.record_gate_reached()
         if job is None and self.resumed_from is not None:
             # The chosen version may not have been sealed: until it is, it must not become the past (R2).
-            session.gate.wait_for(self.resumed_from, lambda: not session.protected)
+            epoch, version = self.resumed_from
+            session.gate.wait(version, lambda: not session.protected, epoch=epoch)
         elif running is not None and self.forgone == session.version:
             self._wait_for_others(running.controller.patience_s)
         elif running is not None and job is not None:
