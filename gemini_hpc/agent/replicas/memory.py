@@ -20,6 +20,7 @@ _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 1 | 2 | 4  # no further seal, no shrinking, no growing
 _DIGEST_STRIDE_BYTES = 8 << 20
 _RESERVE_STRIDE_BYTES = 16 << 20
+_CLEAR_STRIDE_BYTES = 1 << 20
 
 
 class NoMemory(Exception):
@@ -154,6 +155,13 @@ class Memfd:
             self._map = None
         if fd >= 0:
             os.close(fd)
+
+
+def clear(view: memoryview) -> None:
+    """Fill memory with zeros (blocking)."""
+    for at in range(0, len(view), _CLEAR_STRIDE_BYTES):
+        with view[at : at + _CLEAR_STRIDE_BYTES] as part:
+            part[:] = bytes(len(part))
 
 
 def adopt(fd: int, size_bytes: int) -> Memfd:

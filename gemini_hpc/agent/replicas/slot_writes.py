@@ -57,6 +57,15 @@ class SlotWrites:
         self._trainings.recount(shard.training)
         return index
 
+    def may_seal_soon(self, training: Training, shard: Shard) -> bool:
+        """Return whether a seal may free a slot soon: a version here is undecided, and seals are possible."""
+        sealed, sealing = training.sealed or Stamp(0, 0), training.sealing
+        is_undecided = any(
+            slot.busy or (slot.state == "complete" and slot.stamp is not None and slot.stamp > sealed)
+            for slot in shard.pair.slots
+        )
+        return is_undecided and sealing is not None and not sealing.degraded
+
     def begin_again(self, training: Training, shard: Shard, version: int) -> int:
         """Begin this version again after its previous writer has gone or has aborted. Return the slot's index.
 

@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from threading import Event
 
 from gemini_hpc.agent.replicas import galois
-from gemini_hpc.agent.replicas.memory import Memfd
+from gemini_hpc.agent.replicas.memory import Memfd, clear
 from gemini_hpc.agent.transfer import pull
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import LinkClosed
-
-_PIECE_BYTES = 1 << 20
-
 
 Parts = Sequence[tuple[pull.Source | Memfd, Copy]]
 
@@ -52,10 +49,8 @@ class Making:
 
     def clear(self) -> None:
         """Fill the memory with zeros (blocking)."""
-        with self._memory.view() as view:
-            for at in range(0, self._copy.used, _PIECE_BYTES):
-                size = min(_PIECE_BYTES, self._copy.used - at)
-                view[at : at + size] = bytes(size)
+        with self._memory.view() as view, view[: self._copy.used] as used:
+            clear(used)
 
     def fold(self, region: Sequence[parity.ParityTerm], stop: Event) -> int:
         """Fold the parts of a region into the memory (blocking). Return the bytes received for the region.

@@ -15,7 +15,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.digest_pool import Urgency
-from gemini_hpc.agent.replicas.memory import NoMemory
+from gemini_hpc.agent.replicas.memory import NoMemory, clear
 from gemini_hpc.agent.replicas.parity import Parity, ParityFold
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
@@ -129,7 +129,9 @@ class PartReceiver:
                 fold = await self._fold(training, shard, shard.parity, head.version)
             except Refused as exc:
                 reason = exc.reason
-                if self._is_wait_useless(training, shard) or clock.monotonic() > deadline:
+                fill = shard.parity.fill
+                is_awaited = fill is not None and self._is_under_way(training, shard, fill)
+                if not (is_awaited or self._filling.may_seal_soon(training, shard)) or clock.monotonic() > deadline:
                     break
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -190,7 +192,7 @@ class PartReceiver:
         slot = shard.pair.slots[index]
         slot.busy = True
         view = shard.memory[index].view()
-        await asyncio.to_thread(_clear, view)
+        await asyncio.to_thread(clear, view)
         if shard.pair.slots[index] is not slot:
             view.release()
             return None
@@ -208,17 +210,6 @@ class PartReceiver:
         decided = sealing is None or fill.stamp in sealing.decision.abandoned
         wanted = slot.state == "filling" and slot.stamp == fill.stamp and not fill.torn
         return wanted and not decided and (bool(fill.writing) or clock.monotonic() - fill.touched < _LATE_S)
-
-    def _is_wait_useless(self, training: Training, shard: Shard) -> bool:
-        """Return whether waiting for a seal, or for the members that are writing, is useless."""
-        sealed = training.sealed or Stamp(0, 0)
-        fill = shard.parity.fill if shard.parity is not None else None
-        if fill is not None and self._is_under_way(training, shard, fill):
-            return False
-        undecided = any(
-            s.busy or (s.state == "complete" and s.stamp is not None and s.stamp > sealed) for s in shard.pair.slots
-        )
-        return not undecided or training.sealing is None or training.sealing.degraded
 
     def tend(self) -> None:
         """Abandon versions that will not become whole. Called now and then.
@@ -300,9 +291,3 @@ class PartReceiver:
         if state.fill is fold:
             state.fill = None
         fold.view.release()
-
-
-def _clear(view: memoryview) -> None:
-    for at in range(0, len(view), _PIECE_BYTES):
-        size = min(_PIECE_BYTES, len(view) - at)
-        view[at : at + size] = bytes(size)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from gemini_hpc import clock
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest, combine_pieces
+from gemini_hpc.core.digest import PIECE_BYTES, PIECE_DIGEST_BYTES, Digest, Pieces, combine_pieces
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.frames import FrameError
@@ -88,8 +88,8 @@ class _Fetch:
     ) -> None:
         self._copy, self._view, self._sources, self._stop = copy, view, sources, stop
         self._most = max(connections, len(sources))
-        count = -(-copy.used // PIECE_BYTES)
-        self._found = bytearray(PIECE_DIGEST_BYTES * count)
+        self._pieces = Pieces(copy.used)
+        count = self._pieces.count
         self._right = b""  # the pieces' digests, once a source has told them
         self._from = [-1] * count  # the source of each piece, by its index
         self._changed = threading.Condition()
@@ -111,7 +111,7 @@ class _Fetch:
         """
         try:
             self._gather()
-            while combine_pieces(self._found, self._copy.used) != self._copy.digest:
+            while self._pieces.compute_digest() != self._copy.digest:
                 self._right = self._right or self._fetch_digests()
                 self._suspect()
                 self._gather()
@@ -168,11 +168,7 @@ class _Fetch:
 
     def _suspect(self) -> None:
         """Count the wrong pieces as missing. Their sources do not serve them again, unless no other can."""
-        wrong = [
-            n
-            for n in range(len(self._from))
-            if self._pick_digest(self._found, n) != self._pick_digest(self._right, n)
-        ]
+        wrong = self._pieces.find_differing(self._right)
         guilty = {self._from[number] for number in wrong}
         innocent = [index for index in self._list_usable() if index not in guilty]
         for index in sorted(guilty):
@@ -182,10 +178,6 @@ class _Fetch:
             count = sum(self._from[number] == index for number in wrong)
             self._failures.setdefault(index, f"damaged pieces: {count}")
         self._missing.extend((number, number + 1) for number in wrong)
-
-    @staticmethod
-    def _pick_digest(digests: bytes | bytearray, number: int) -> bytes | bytearray:
-        return digests[number * PIECE_DIGEST_BYTES : (number + 1) * PIECE_DIGEST_BYTES]
 
     # ---- in the connections' threads -------------------------------------------------------------------
 
@@ -272,17 +264,14 @@ class _Fetch:
             whole = last - first if came == end - start else came // PIECE_BYTES
             with self._changed:
                 self._came += came
-                for number in range(first, first + whole):
-                    self._put(index, number, self._pick_digest(digests, number - first))
+                for at in range(whole):
+                    self._pieces.put(first + at, digests[at * PIECE_DIGEST_BYTES : (at + 1) * PIECE_DIGEST_BYTES])
+                    self._from[first + at] = index
                 if whole == last - first:
                     asked.popleft()
                     self._under_way -= 1
                 else:
                     asked[0] = first + whole, last
-
-    def _put(self, index: int, number: int, found: bytes | bytearray) -> None:
-        self._found[number * PIECE_DIGEST_BYTES : (number + 1) * PIECE_DIGEST_BYTES] = found
-        self._from[number] = index
 
 
 def fetch_part(

@@ -445,13 +445,8 @@ class PushReceiver:
             try:
                 index = self._filling.begin_write(training, shard, head.version)
             except Refused as exc:
-                reason, sealed = exc.reason, training.sealed or Stamp(0, 0)
-                undecided = any(
-                    s.busy or (s.state == "complete" and s.stamp is not None and s.stamp > sealed)
-                    for s in shard.pair.slots
-                )
-                degraded = training.sealing is None or training.sealing.degraded
-                if not undecided or degraded or clock.monotonic() > deadline:
+                reason = exc.reason
+                if not self._filling.may_seal_soon(training, shard) or clock.monotonic() > deadline:
                     break
                 await asyncio.sleep(_RETRY_S)
                 continue
