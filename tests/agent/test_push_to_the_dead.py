@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gemini_hpc.agent.transfer import push_sender
-from gemini_hpc.agent.transfer.push_sender import Channel
+from gemini_hpc.agent.transfer.push_sender import Channel, PushSender
 from gemini_hpc.wire import grant_page
 from gemini_hpc.wire.grant_page import GrantReader
 from gemini_hpc.wire.handshake import LinkSession
@@ -29,13 +29,12 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 async def channel(mesh: Any, sock: socket.socket) -> Channel:
     membership: Any = SimpleNamespace(incarnation=SimpleNamespace(mesh=mesh))
-    store: Any = None
-    filling: Any = None
-    rdma: Any = None
-    client: Any = None
+    nothing: Any = None
+    shard: Any = SimpleNamespace(training="default", rank=0)
+    sender = PushSender(membership, nothing, nothing, nothing, nothing)
     page = grant_page.make()
     try:
-        return Channel(membership, store, filling, rdma, client, "default", 0, "n2", sock, GrantReader(page))
+        return Channel(sender, nothing, shard, "n2", sock, GrantReader(page))
     finally:
         os.close(page)
 

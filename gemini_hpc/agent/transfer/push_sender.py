@@ -69,8 +69,8 @@ class PushSender:
     """The pushes from this node."""
 
     def __init__(self, membership: Membership, store: Store, filling: SlotWrites, rdma: Rdma, spawn: Spawn) -> None:
-        self._membership, self._store, self._filling = membership, store, filling
-        self._rdma, self._spawn = rdma, spawn
+        self.membership, self.store, self.filling, self.rdma = membership, store, filling, rdma
+        self._spawn = spawn
         self._channels: dict[tuple[str, int, str], Channel] = {}
 
     def open(self, client: LocalClient, shard: Shard, host: str) -> list[int]:
@@ -83,18 +83,7 @@ class PushSender:
             older.stop()
         page = grant_page.make()
         own_end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel = self._channels[key] = Channel(
-            self._membership,
-            self._store,
-            self._filling,
-            self._rdma,
-            client,
-            shard.training,
-            shard.rank,
-            host,
-            own_end,
-            GrantReader(page),
-        )
+        channel = self._channels[key] = Channel(self, client, shard, host, own_end, GrantReader(page))
         self._spawn(self._carry(key, channel))
         return [theirs.detach(), page]
 
@@ -128,20 +117,17 @@ class Channel:
 
     def __init__(
         self,
-        membership: Membership,
-        store: Store,
-        filling: SlotWrites,
-        rdma: Rdma,
+        sender: PushSender,
         client: LocalClient,
-        training_name: str,
-        rank: int,
+        shard: Shard,
         host: str,
         sock: socket.socket,
         page: GrantReader,
     ) -> None:
-        self._membership, self._store, self._filling, self._rdma = membership, store, filling, rdma
+        self._membership, self._store = sender.membership, sender.store
+        self._filling, self._rdma = sender.filling, sender.rdma
         self._loop = asyncio.get_running_loop()
-        self.client, self.training, self.rank, self.host = client, training_name, rank, host
+        self.client, self.training, self.rank, self.host = client, shard.training, shard.rank, host
         self._sock, self._page = sock, page
         self._lock = threading.Lock()  # guards the fields from here to _stopped
         self._link: Stripes | None = None  # None also after its reader has seen its end
