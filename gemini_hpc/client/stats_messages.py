@@ -10,21 +10,20 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
 from math import isfinite
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
-from gemini_hpc import clock
+import msgspec
+from msgspec import inspect
+
 from gemini_hpc.core.numbers import MAX_RANKS, VERSION_BITS
 from gemini_hpc.wire import local
 from gemini_hpc.wire.traffic import (
-    MAX_BYTES_PER_S,
     MAX_CHUNKS,
     MAX_COPIES,
-    MAX_DURATION_S,
     MAX_MOMENT_S,
     MAX_NAME,
     MAX_OPS,
     MAX_PER_SPAN,
-    MAX_RATIO,
     MAX_SPANS,
     MAX_WAITS,
     Chunk,
@@ -38,7 +37,7 @@ from gemini_hpc.wire.traffic import (
 T = TypeVar("T", Operation, Chunk, CopyTime, Stretch)
 SEVERAL = "several"  # the name of merged operations of several names
 _MAX_BYTES = (1 << 50) - 1
-_MAX_SENTENCE = 300
+_FIELDS = {f.name: f.type for f in cast(inspect.StructType, inspect.type_info(TrafficState)).fields}
 
 
 def build_profile_key(model: str, hosts: Iterable[str]) -> str:
@@ -60,76 +59,24 @@ def build_cache_bytes(training: str, rank: int, key: str, data: bytes) -> local.
     return local.CacheBytes(training, rank, key, data) if len(data) <= local.MAX_KEPT_BYTES else None
 
 
-def build_traffic(
-    *,
-    scheme: str,
-    transport: str,
-    stage: str,
-    problem: str = "",
-    j: int = 1,
-    s: int = 1,
-    iteration_s: float | None = None,
-    idle_s: float | None = None,
-    spans: int = 0,
-    collectives: int | None = 0,
-    deviation: float | None = None,
-    bytes_per_s: float | None = None,
-    alpha_s: float | None = None,
-    chunk_spans: Sequence[int] = (),
-    planned_spans: int = 0,
-    largest_chunk_bytes: int = 0,
-    total_bytes: int = 0,
-    fitting_bytes: int = 0,
-    spilled_bytes: int = 0,
-    late_s: float = 0.0,
-    overhead: float | None = None,
-    waited_s: float | None = None,
-    buffer_bytes: int = 0,
-    unsealed: int = 0,
-    mu: float | None = None,
-    ceiling: float | None = None,
-    judged_in: int = 0,
-    sealed_s: float | None = None,
-    reason: str = "",
-    t: float | None = None,
-) -> TrafficState:
-    """Return a summary, with the keys of `TrafficState`.
+def bound_traffic(state: TrafficState) -> TrafficState:
+    """Return a summary with the nearest values that its fields allow."""
+    return TrafficState(**{name: _bound(kind, getattr(state, name)) for name, kind in _FIELDS.items()})
 
-    `chunk_spans` has, for each chunk of the plan, the number of its span, below `planned_spans`.
-    """
-    return TrafficState(
-        t=_clamp(clock.time() if t is None else t, 0.0, 1e11),
-        scheme=_sanitize_word(scheme),
-        transport=_sanitize_word(transport),
-        stage=_sanitize_word(stage),
-        problem=problem[:_MAX_SENTENCE].encode(errors="replace").decode(),
-        j=_clamp_count(j),
-        s=_clamp_count(s),
-        repeated=_clamp_count(j + s - 1),
-        iteration_s=_clamp_duration(iteration_s),
-        idle_s=_clamp_duration(idle_s),
-        spans=_clamp_count(spans),
-        collectives=_clamp_count(collectives or 0),
-        deviation=_clamp_known(deviation, -1.0, MAX_RATIO),
-        bytes_per_s=_clamp_known(bytes_per_s, 0.0, MAX_BYTES_PER_S),
-        alpha_s=_clamp_duration(alpha_s),
-        chunks=_clamp_count(len(chunk_spans)),
-        largest_chunk_bytes=_clamp_bytes(largest_chunk_bytes),
-        total_bytes=_clamp_bytes(total_bytes),
-        fitting_bytes=_clamp_bytes(fitting_bytes),
-        spilled_bytes=_clamp_bytes(spilled_bytes),
-        late_s=_clamp_duration(late_s) or 0.0,
-        overhead=_clamp_known(overhead, -1.0, MAX_RATIO),
-        waited_s=_clamp_duration(waited_s),
-        buffer_bytes=_clamp_bytes(buffer_bytes),
-        chunks_per_span=count_chunks_per_span(chunk_spans, planned_spans),
-        unsealed=_clamp_count(unsealed),
-        mu=_clamp_known(mu, 0.0, 1.0),
-        ceiling=_clamp_known(ceiling, 0.0, 1.0),
-        judged_in=_clamp_count(judged_in),
-        sealed_s=_clamp_duration(sealed_s),
-        reason=reason[:_MAX_SENTENCE].encode(errors="replace").decode(),
-    )
+
+def _bound(kind: Any, value: Any) -> Any:
+    """Return the nearest value that a field of this type allows. A number that is not finite may be unknown."""
+    if isinstance(kind, inspect.StrType):
+        return value[: kind.max_length].encode(errors="replace").decode()
+    if isinstance(kind, inspect.VarTupleType):
+        return tuple(_bound(kind.item_type, item) for item in value[: kind.max_length])
+    if isinstance(kind, inspect.UnionType):
+        number = next(one for one in kind.types if not isinstance(one, inspect.NoneType))
+        return _bound(number, value) if value is not None and isfinite(value) else None
+    least, most = kind.ge, kind.lt - 1 if kind.le is None else kind.le
+    if isinstance(kind, inspect.FloatType):
+        return _clamp(value, float(least), most)
+    return min(max(int(value), least), most)
 
 
 def count_chunks_per_span(chunk_spans: Iterable[int], spans: int) -> tuple[int, ...]:
@@ -188,16 +135,16 @@ def build_timeline(
         version=min(max(version, 0), (1 << VERSION_BITS) - 1),
         iteration_s=length_s,
         gate_s=_clamp_moment(gate_s, length_s),
-        ops=merge_neighbours(_sort_by_start(operations), MAX_OPS, _merge_operations),
-        chunks=merge_neighbours(sent, MAX_CHUNKS, _merge_chunks, lambda a, b: a.replica == b.replica),
-        copies=merge_neighbours(_sort_by_start(copied), MAX_COPIES, _merge_copies),
-        waits=merge_neighbours(_sort_by_start([Stretch(*cut(*wait)) for wait in waits]), MAX_WAITS, _merge_stretches),
-        spans=merge_neighbours(_sort_by_start([Stretch(*cut(*span)) for span in spans]), MAX_SPANS, _merge_stretches),
+        ops=merge_neighbours(_sort_by_start(operations), MAX_OPS),
+        chunks=merge_neighbours(sent, MAX_CHUNKS, lambda a, b: a.replica == b.replica),
+        copies=merge_neighbours(_sort_by_start(copied), MAX_COPIES),
+        waits=merge_neighbours(_sort_by_start([Stretch(*cut(*wait)) for wait in waits]), MAX_WAITS),
+        spans=merge_neighbours(_sort_by_start([Stretch(*cut(*span)) for span in spans]), MAX_SPANS),
     )
 
 
 def merge_neighbours(
-    items: Sequence[T], most: int, merge: Callable[[T, T], T], alike: Callable[[T, T], bool] = lambda a, b: True
+    items: Sequence[T], most: int, alike: Callable[[T, T], bool] = lambda a, b: True
 ) -> tuple[T, ...]:
     """Return at most `most` items, merging neighbours with the least time between them.
 
@@ -211,7 +158,7 @@ def merge_neighbours(
     out: list[T] = []
     for index, item in enumerate(items):
         if index in joined:
-            out[-1] = merge(out[-1], item)
+            out[-1] = _merge(out[-1], item)
         else:
             out.append(item)
     return tuple(out)
@@ -227,21 +174,13 @@ def _sort_by_start(items: list[T]) -> list[T]:
     )
 
 
-def _merge_operations(a: Operation, b: Operation) -> Operation:
-    name = a.name if a.name == b.name else SEVERAL
-    return Operation(name, a.start_s, max(a.end_s, b.end_s), _clamp_bytes(a.bytes + b.bytes))
-
-
-def _merge_chunks(a: Chunk, b: Chunk) -> Chunk:
-    return Chunk(min(a.start_s, b.start_s), max(a.end_s, b.end_s), _clamp_bytes(a.bytes + b.bytes), a.replica)
-
-
-def _merge_copies(a: CopyTime, b: CopyTime) -> CopyTime:
-    return CopyTime(a.start_s, max(a.end_s, b.end_s), _clamp_bytes(a.bytes + b.bytes))
-
-
-def _merge_stretches(a: Stretch, b: Stretch) -> Stretch:
-    return Stretch(a.start_s, max(a.end_s, b.end_s))
+def _merge(a: T, b: T) -> T:
+    changes: dict[str, Any] = {"start_s": min(a.start_s, b.start_s), "end_s": max(a.end_s, b.end_s)}
+    if not isinstance(a, Stretch) and not isinstance(b, Stretch):
+        changes["bytes"] = _clamp_bytes(a.bytes + b.bytes)
+    if isinstance(a, Operation) and isinstance(b, Operation) and a.name != b.name:
+        changes["name"] = SEVERAL
+    return msgspec.structs.replace(a, **changes)
 
 
 # ---- values that an agent takes ------------------------------------------------------------------------
@@ -249,14 +188,6 @@ def _merge_stretches(a: Stretch, b: Stretch) -> Stretch:
 
 def _clamp(value: float, least: float, most: float) -> float:
     return min(max(float(value), least), most) if isfinite(value) else least
-
-
-def _clamp_known(value: float | None, least: float, most: float) -> float | None:
-    return _clamp(value, least, most) if value is not None and isfinite(value) else None
-
-
-def _clamp_duration(value: float | None) -> float | None:
-    return _clamp_known(value, 0.0, MAX_DURATION_S)
 
 
 def _clamp_moment(value: float, most: float) -> float:

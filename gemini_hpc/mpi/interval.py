@@ -148,13 +148,16 @@ class SaveInterval:
         Args:
             sends: Copies go to other nodes.
         """
-        return stats_messages.build_traffic(
-            scheme="background",
-            transport="mpi" if sends else "none",
-            stage="steady" if self._every or self._told.settled else "profile",
+        state = TrafficState(
+            clock.time(),
+            "background",
+            "mpi" if sends else "none",
+            "steady" if self._every or self._told.settled else "profile",
             j=self.j,
             s=self._awaited,
+            repeated=self.j + self._awaited - 1,
             ceiling=self._overhead,
             sealed_s=self.latency.whole_s or None,
             reason=self._told.reason,
         )
+        return stats_messages.bound_traffic(state)

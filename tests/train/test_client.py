@@ -16,6 +16,7 @@ from gemini_hpc.client import agent_connection as client
 from gemini_hpc.client import stats_messages
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, RefusedForNow
 from gemini_hpc.wire import local
+from gemini_hpc.wire.traffic import TrafficState
 
 from .fake_agent import FakeJob
 
@@ -100,7 +101,7 @@ def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:
     assert time.monotonic() - began < 2.0 + client.FLUSH_TIMEOUT_S
 
 
-STATE = stats_messages.build_traffic(scheme="gemini", transport="gloo", stage="steady", j=2)
+STATE = TrafficState(1.7e9, "gemini", "gloo", "steady", j=2)
 
 
 def test_what_is_posted_arrives_the_newest_of_each_kind(make_job: MakeJob) -> None:

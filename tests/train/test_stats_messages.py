@@ -33,18 +33,19 @@ def test_any_summary_is_taken(data: st.DataObject) -> None:
         for name in ("iteration_s", "idle_s", "deviation", "bytes_per_s", "alpha_s", "overhead")
     }
     counts = {name: data.draw(whole) for name in ("j", "s", "spans", "collectives", "spilled_bytes", "buffer_bytes")}
-    state = stats_messages.build_traffic(
-        scheme=data.draw(words),
-        transport="gloo",
-        stage=data.draw(words),
+    spans = data.draw(st.lists(st.integers(-5, 5000), max_size=50))
+    state = TrafficState(
+        data.draw(strange),
+        data.draw(words),
+        "gloo",
+        data.draw(words),
         problem=data.draw(st.text(max_size=1000)),
         late_s=data.draw(strange),
-        t=data.draw(strange),
-        chunk_spans=data.draw(st.lists(st.integers(-5, 5000), max_size=50)),
-        planned_spans=data.draw(st.integers(0, 5000)),
+        chunks_per_span=stats_messages.count_chunks_per_span(spans, data.draw(st.integers(0, 5000))),
         **numbers,
         **counts,
     )
+    state = stats_messages.bound_traffic(state)
     assert taken(local.Traffic("s", 0, state)) == local.Traffic("s", 0, state)
 
 
@@ -125,7 +126,7 @@ def test_chunks_of_different_holders_are_not_merged() -> None:
 
 def test_little_is_not_thinned() -> None:
     ops = [Operation("a", n * 1.0, n + 0.5, 1) for n in range(5)]
-    assert stats_messages.merge_neighbours(ops, 5, lambda a, b: a) == tuple(ops)
+    assert stats_messages.merge_neighbours(ops, 5) == tuple(ops)
 
 
 def test_chunks_per_span() -> None:
@@ -137,11 +138,8 @@ def test_chunks_per_span() -> None:
 
 
 def test_what_is_not_known_stays_so() -> None:
-    state = stats_messages.build_traffic(
-        scheme="gemini", transport="gloo", stage="profile", j=2, s=2, overhead=math.nan
-    )
-    assert isinstance(state, TrafficState)
-    assert state.iteration_s is None and state.overhead is None and state.repeated == 3 and state.t > 1e9
+    state = stats_messages.bound_traffic(TrafficState(1.7e9, "gemini", "gloo", "profile", overhead=math.nan))
+    assert state == TrafficState(1.7e9, "gemini", "gloo", "profile")
 
 
 def test_keys_of_profiles() -> None:

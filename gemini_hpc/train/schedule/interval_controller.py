@@ -728,7 +728,6 @@ class IntervalController:
             "s": self._agreed.s,
             "iteration_s": profile.iteration_s if profile else None,
             "idle_s": profile.idle_s if profile else None,
-            "collectives": profile.ops if profile else None,
             "deviation": profile.deviation if profile else None,
             "largest_chunk_bytes": max((part.size for part in plan.partitions), default=0) if plan else 0,
             "fitting_bytes": plan.fitting_bytes if plan else 0,
@@ -746,17 +745,23 @@ class IntervalController:
     def build_state(self) -> TrafficState:
         """Return the state for the agent."""
         meter, profile, plan = self._planner.meter, self._planner.profile, self._plan
-        return stats_messages.build_traffic(
+        state = TrafficState(
+            t=clock.time(),
             **self._collect_facts(),
+            repeated=self._agreed.j + self._agreed.s - 1,
             spans=len(profile.spans) if profile else 0,
+            collectives=profile.ops if profile else 0,
             bytes_per_s=meter.B or None,
             alpha_s=meter.alpha if meter.known else None,
-            chunk_spans=[part.span for part in plan.partitions] if plan else (),
-            planned_spans=plan.spans if plan else 0,
+            chunks=len(plan.partitions) if plan else 0,
             total_bytes=plan.total_bytes if plan else 0,
             buffer_bytes=math.prod(self._planner.cut),
+            chunks_per_span=stats_messages.count_chunks_per_span(
+                [part.span for part in plan.partitions] if plan else (), plan.spans if plan else 0
+            ),
             sealed_s=self._latency.whole_s or None,
         )
+        return stats_messages.bound_traffic(state)
 
     def report(self) -> dict[str, Any]:
         """Return the state for people and tests."""
@@ -764,6 +769,7 @@ class IntervalController:
         overlap = self._overhead.pictured.measure_overlap() if self._overhead.pictured is not None else None
         return {
             **self._collect_facts(),
+            "collectives": profile.ops if profile else None,
             "history": [list(entry) for entry in self._history],
             "B": meter.B,
             "alpha": meter.alpha,
