@@ -7,7 +7,6 @@ other starts, so one script works with all of them.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 
 from gemini_hpc.client.joining import ATTEMPT_ENV
@@ -21,7 +20,6 @@ RANKS_OF_ENV = "GEMINI_RANKS_OF"  # "job.restart.step" that they were set for, b
 MPIRUN_ENV = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
 _OTHERS_ENV = ("PMI_SIZE", "PMIX_RANK")  # outside of Slurm: some launcher has started several processes
 _MOST_STEPS = 0xFFFFFFF0  # Slurm's step numbers for batch scripts and interactive shells are higher
-_TASKS = re.compile(r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?")
 # With port 0 the kernel chooses a port; no other process has to know it.
 _ALONE = dict(zip(NAMES, ("0", "1", "0", "1", "127.0.0.1", "0"), strict=True))
 
@@ -60,7 +58,7 @@ def derive_ranks(environ: Mapping[str, str]) -> dict[str, str]:
         return {} if any(name in environ for name in _OTHERS_ENV) else _ALONE
     rank, world = (parse_number(environ.get(name, ""), -1) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
     node, local_rank = (parse_number(environ.get(name, ""), -1) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
-    local_world = _count_tasks(node, environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    local_world = hostlist.find_count(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
     if not (0 <= rank < world and 0 <= local_rank < local_world <= world) or "SLURM_HET_SIZE" in environ:
         return {}
     if world == 1:
@@ -82,22 +80,6 @@ def _find_step(environ: Mapping[str, str]) -> str:
     if not 0 <= step <= _MOST_STEPS or "SLURM_STEP_NUM_TASKS" not in environ:
         return ""
     return f"{environ.get('SLURM_JOB_ID', '')}.{parse_number(environ.get('SLURM_RESTART_COUNT', ''))}.{step}"
-
-
-def _count_tasks(node: int, text: str) -> int:
-    """Return the number of tasks of a node from Slurm's list, or 0 if the list lacks the node.
-
-    "2(x3),1" means 2 tasks on each of the first three nodes.
-    """
-    for part in text.split(","):
-        found = _TASKS.fullmatch(part)
-        if found is None or node < 0:
-            return 0
-        repeat = int(found[2] or "1")
-        if node < repeat:
-            return int(found[1])
-        node -= repeat
-    return 0
 
 
 def _find_first_host(environ: Mapping[str, str]) -> str:

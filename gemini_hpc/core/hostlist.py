@@ -18,6 +18,7 @@ MAX_DIGITS = 18
 _PLAIN = re.compile(r"[A-Za-z0-9._-]*")
 _ITEM = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _INDEXED = re.compile(r"(.*?)([0-9]+)")
+_COUNT = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?")
 
 
 def expand(text: str, limit: int = 65536) -> list[str]:
@@ -88,6 +89,22 @@ def compress(hosts: Iterable[str]) -> str:
         ranges.append((digits, number, number))
     flush()
     return ",".join(terms)
+
+
+def find_count(text: str, index: int) -> int:
+    """Return the number of the node at this index in Slurm's list of numbers, 0 if the list lacks the node.
+
+    "2(x3),1" means 2 on each of the first three nodes, then 1.
+    """
+    for item in text.split(","):
+        found = _COUNT.fullmatch(item)
+        if found is None or index < 0:
+            return 0
+        repeat = int(found[2] or 1)
+        if index < repeat:
+            return int(found[1])
+        index -= repeat
+    return 0
 
 
 def _split_terms(text: str) -> Iterator[str]:

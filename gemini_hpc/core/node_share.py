@@ -13,7 +13,6 @@ from gemini_hpc.core import conf_text, hostlist
 
 MAX_NODES = 65536
 
-_COUNT = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?")
 _RANGE = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _IN_PARENTHESES = re.compile(r"\([^()]*\)")
 
@@ -127,14 +126,7 @@ def _count_cpus(cpus: str, node: str, nodelist: str) -> int:
         at = hostlist.expand(nodelist, MAX_NODES).index(node)
     except ValueError:
         return 0
-    for item in cpus.split(","):
-        match = _COUNT.fullmatch(item)
-        if match is None:
-            return 0
-        at -= int(match[2] or 1)
-        if at < 0:
-            return int(match[1])
-    return 0
+    return hostlist.find_count(cpus, at)
 
 
 def _count_indices(item: str) -> int:

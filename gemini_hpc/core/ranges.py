@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 Range = tuple[int, int]
+Number = TypeVar("Number", int, float)
 MOST = 64  # most ranges in one message
 
 
-def merge_ranges(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
-    """Return the ranges in order, as few as possible.
+def merge_ranges(ranges: Iterable[tuple[Number, Number]], gap: int = 0) -> list[tuple[Number, Number]]:
+    """Return the ranges, of bytes or of time, in order and as few as possible.
 
     `gap` is the number of bytes between two ranges that may be included.
     """
-    found: list[Range] = []
+    found: list[tuple[Number, Number]] = []
     for start, end in sorted(ranges):
         if found and start <= found[-1][1] + gap:
             found[-1] = found[-1][0], max(end, found[-1][1])

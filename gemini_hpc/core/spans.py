@@ -26,6 +26,8 @@ from math import inf
 from statistics import fmean, median, median_low, pstdev
 from typing import NamedTuple
 
+from gemini_hpc.core.ranges import merge_ranges
+
 # Share of iterations that may have less idle time than planned. The minimum of 20 iterations would be an outlier's.
 # The mean is missed by every second iteration, and then a chunk is late and delays a collective.
 LOW_SHARE = 0.1
@@ -427,25 +429,9 @@ def _list_idle_times(profile: Profile, shift: float, until: float) -> list[tuple
     intervals: list[tuple[float, float]] = []
     begin = shift - (int(shift // period) + 1) * period
     while begin < until:
-        for span in profile.spans:
-            start, end = begin + span.start_s, begin + span.end_s
-            if intervals and start <= intervals[-1][1]:
-                intervals[-1] = (intervals[-1][0], max(end, intervals[-1][1]))
-            elif span.length_s > 0:
-                intervals.append((start, end))
+        intervals += ((begin + span.start_s, begin + span.end_s) for span in profile.spans if span.length_s > 0)
         begin += period
-    return intervals
-
-
-def join_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return sorted intervals that do not touch and cover the same times as these."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
+    return merge_ranges(intervals)
 
 
 def intersect_intervals(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:

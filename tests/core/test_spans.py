@@ -13,6 +13,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from refusals import refusal
 
+from gemini_hpc.core.ranges import merge_ranges
 from gemini_hpc.core.spans import (
     Gap,
     Op,
@@ -29,7 +30,6 @@ from gemini_hpc.core.spans import (
     hash_pattern,
     intersect_intervals,
     intersect_profiles,
-    join_intervals,
     summarize_traces,
 )
 
@@ -508,7 +508,7 @@ def test_joined_intervals_and_what_two_have_in_common(
     def units(intervals: list[tuple[float, float]]) -> set[float]:
         return {start + k for start, end in intervals for k in range(int(end - start))}
 
-    one, other = join_intervals(a), join_intervals(b)
+    one, other = merge_ranges(a), merge_ranges(b)
     assert all(before[1] < after[0] for before, after in pairwise(one))
     assert units(one) == units(a)
     assert units(intersect_intervals(one, other)) == units(a) & units(b)

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.modellink import ModelLink
 from gemini_hpc.core import spans
+from gemini_hpc.core.ranges import merge_ranges
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.device.progress import Front
 from gemini_hpc.train.schedule import collective_monitor as watch_module
@@ -113,8 +114,8 @@ class Training:
 
     def beside(self) -> float:
         """Share of the chunks' time beside collectives of the device."""
-        busy = spans.join_intervals((a, b) for a, b, _ in self.link.chunks)
-        both = spans.intersect_intervals(busy, spans.join_intervals(self.device.collectives))
+        busy = merge_ranges((a, b) for a, b, _ in self.link.chunks)
+        both = spans.intersect_intervals(busy, merge_ranges(self.device.collectives))
         return sum(b - a for a, b in both) / sum(b - a for a, b in busy)
 
 

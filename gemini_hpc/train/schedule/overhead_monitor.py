@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from gemini_hpc.core import spans
+from gemini_hpc.core.ranges import merge_ranges
 from gemini_hpc.core.save_interval import BATCH, OverheadController, find_upper_bound
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.schedule.pacer import Sent
@@ -54,10 +55,8 @@ class Pictured:
         began, length_s = self.trace.started_s, self.trace.length_s
         chunks = [(c.sent_at - began, c.acked_at - began) for c in self.chunks]
         inside = [(max(0.0, a), min(b, length_s)) for a, b in chunks if b > 0 and a < length_s]
-        busy = spans.join_intervals(inside)
-        beside = spans.intersect_intervals(
-            busy, spans.join_intervals((op.start_s, op.end_s) for op in self.trace.ops)
-        )
+        busy = merge_ranges(inside)
+        beside = spans.intersect_intervals(busy, merge_ranges((op.start_s, op.end_s) for op in self.trace.ops))
         return len(inside), sum(b - a for a, b in busy), sum(b - a for a, b in beside)
 
 
