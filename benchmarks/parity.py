@@ -66,7 +66,7 @@ def _encode(
 ) -> tuple[float, float, int]:
     """Seconds, ours and NumPy's exclusive or, one right after the other; the bytes."""
     room = parity.compute_block_bytes(max(used.values()), len(stripe), blocks)
-    folds = parity.derive_encoding(stripe, 0, used, blocks, room)
+    folds = parity.Stripe(stripe, blocks).derive_encoding(0, used, room)
     with memoryview(bytearray(blocks * room)) as into:
         target = ParityFold(_STAMP, 0, into, room, {1: 1})
         began = time.perf_counter()

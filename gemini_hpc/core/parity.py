@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gemini_hpc.core import gf256
@@ -86,194 +87,159 @@ def compute_block_bytes(used: int, members: int, blocks: int = 1) -> int:
     return -(-used // (cut * ALIGN_BYTES)) * ALIGN_BYTES
 
 
-def find_part(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1) -> Range:
-    """Return the bytes of a rank's shard that are in the parity of `holder`, another member.
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """The members of a stripe, ordered by rank, and the blocks of parity in each row.
 
-    start = end if its share is empty.
-
-    Raises:
-        ValueError: `holder` is not another member.
+    Of the methods' arguments, `used` has the bytes of each member's shard. `room` is the distance in bytes from one
+    block of a parity to the next. `whole` are the members whose shards are present. `rooms` has the distances of the
+    parities that are present, by the member beside whose shard they lie.
     """
-    first, last = _find_block_numbers(stripe, rank, holder, blocks)
-    size = compute_block_bytes(used, len(stripe), blocks)
-    return min(used, first * size), min(used, (last + 1) * size)
 
+    ranks: tuple[int, ...]
+    blocks: int = 1
 
-def derive_share(
-    stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1, room: int = 0
-) -> list[ParityTerm]:
-    """Return the terms with which a rank's shard enters the parity of `holder`, from the first byte on.
+    def compute_block_bytes(self, used: int) -> int:
+        """Return the bytes of a shard with `used` bytes that one block holds at most, in whole pages."""
+        return compute_block_bytes(used, len(self.ranks), self.blocks)
 
-    `room` is the distance in bytes from one block of the parity to the next.
-    """
-    first, last = _find_block_numbers(stripe, rank, holder, blocks)
-    size, index = compute_block_bytes(used, len(stripe), blocks), stripe.index(rank)
-    distance = (stripe.index(holder) - index) % len(stripe)
-    folds = []
-    for number in range(first, last + 1):
-        start, end = _find_block(number, size, used)
-        if end > start:
-            j = distance - 1 - number
-            folds.append(ParityTerm(rank, False, start, end, j * room, gf256.compute_coefficient(j, index)))
-    return folds
+    def find_part(self, rank: int, holder: int, used: int) -> Range:
+        """Return the bytes of a rank's shard that are in the parity of `holder`, another member.
 
+        start = end if its share is empty.
 
-def compute_parity_bytes(
-    stripe: Sequence[int], holder: int, used: Mapping[int, int], blocks: int = 1, room: int = 0
-) -> int:
-    """Return the length of a member's parity. `used` has the bytes of each other member's shard."""
-    folds = derive_encoding(stripe, holder, used, blocks, room)
-    return max((fold.at + fold.end - fold.start for fold in folds), default=0)
+        Raises:
+            ValueError: `holder` is not another member.
+        """
+        numbers, size = self._list_numbers(rank, holder), self.compute_block_bytes(used)
+        return min(used, numbers.start * size), min(used, numbers.stop * size)
 
-
-def derive_encoding(
-    stripe: Sequence[int],
-    holder: int,
-    used: Mapping[int, int],
-    blocks: int = 1,
-    room: int = 0,
-) -> list[ParityTerm]:
-    """Return the terms that make a member's parity while all other shards are present."""
-    others = (rank for rank in stripe if rank != holder)
-    return [fold for rank in others for fold in derive_share(stripe, rank, holder, used[rank], blocks, room)]
-
-
-def derive_encoding_without(
-    stripe: Sequence[int],
-    holder: int,
-    used: Mapping[int, int],
-    whole: AbstractSet[int],
-    rooms: Mapping[int, int],
-    blocks: int,
-    room: int,
-) -> list[ParityTerm]:
-    """Return the same terms when shards are missing: each block of a missing shard is rebuilt from its row.
-
-    `whole` and `rooms` are as in `derive_decoding`.
-
-    Raises:
-        ValueError: Too little is present.
-    """
-    folds: list[ParityTerm] = []
-    for fold in derive_encoding(stripe, holder, used, blocks, room):
-        if fold.rank in whole:
-            folds.append(fold)
-            continue
-        number = fold.start // compute_block_bytes(used[fold.rank], len(stripe), blocks)
-        row = (stripe.index(fold.rank) + 1 + number) % len(stripe)
-        beside = {other: room for other, room in rooms.items() if other != holder}
-        made = _derive_block(stripe, fold.rank, row, used, whole, beside, blocks, fold.at, fold.end - fold.start)
-        folds += [one._replace(by=gf256.multiply(one.by, fold.by)) for one in made]
-    return folds
-
-
-def derive_decoding(
-    stripe: Sequence[int],
-    lost: int,
-    used: Mapping[int, int],
-    whole: AbstractSet[int],
-    rooms: Mapping[int, int],
-    blocks: int = 1,
-) -> list[ParityTerm]:
-    """Return the terms that make a lost shard.
-
-    Args:
-        stripe: Members of the stripe.
-        lost: Rank of the lost shard.
-        used: Bytes of each member's shard, also of lost ones.
-        whole: Members whose shards are present.
-        rooms: Distances of the parities that are present, by the member beside whose shard they lie.
-        blocks: Blocks of parity in a row.
-
-    Raises:
-        ValueError: Too little is present.
-    """
-    folds: list[ParityTerm] = []
-    size = compute_block_bytes(used[lost], len(stripe), blocks)
-    for number in range(max(1, len(stripe) - blocks)):
-        at, stop = _find_block(number, size, used[lost])
-        if stop > at:
-            row = (stripe.index(lost) + 1 + number) % len(stripe)
-            folds += _derive_block(stripe, lost, row, used, whole, rooms, blocks, at, stop - at)
-    return folds
-
-
-def can_decode(
-    stripe: Sequence[int], lost: int, whole: AbstractSet[int], beside: AbstractSet[int], blocks: int = 1
-) -> bool:
-    """Return whether a lost shard can be rebuilt, of any size.
-
-    `whole` are the members whose shards are present. `beside` are the members beside whose shards there is parity.
-    """
-    n, at = len(stripe), stripe.index(lost)
-    for row in range(at + 1, at + 1 + n - blocks):
-        around = [stripe[(row + step) % n] for step in range(n)]
-        missing = sum(rank == lost or rank not in whole for rank in around[blocks:])
-        if missing > sum(rank != lost and rank in beside for rank in around[:blocks]):
-            return False
-    return True
-
-
-def _find_block(number: int, size: int, used: int) -> Range:
-    """Return the bytes of a shard's block; start = end if the block is empty."""
-    return min(used, number * size), min(used, (number + 1) * size)
-
-
-def _find_block_numbers(stripe: Sequence[int], rank: int, holder: int, blocks: int) -> tuple[int, int]:
-    """Return the first and the last block of a shard that are in the parity of `holder`."""
-    index, other = stripe.index(rank), stripe.index(holder)
-    if index == other:
-        raise ValueError(f"rank {rank} has nothing in its own parity")
-    distance = (other - index) % len(stripe)
-    return max(0, distance - blocks), min(distance, len(stripe) - blocks) - 1
-
-
-def _list_row(stripe: Sequence[int], row: int, used: Mapping[int, int], blocks: int) -> Iterator[tuple[int, Range]]:
-    """Yield the members that have bytes in the row, and these bytes."""
-    for index, rank in enumerate(stripe):
-        number = (row - index) % len(stripe) - 1
-        if 0 <= number < len(stripe) - blocks:
-            size = compute_block_bytes(used[rank], len(stripe), blocks)
-            start, end = _find_block(number, size, used[rank])
+    def derive_share(self, rank: int, holder: int, used: int, room: int = 0) -> list[ParityTerm]:
+        """Return the terms with which a rank's shard enters the parity of `holder`, from the first byte on."""
+        index = self.ranks.index(rank)
+        distance = (self.ranks.index(holder) - index) % len(self.ranks)
+        folds = []
+        for number in self._list_numbers(rank, holder):
+            start, end = self._find_block(number, used)
             if end > start:
-                yield rank, (start, end)
+                j = distance - 1 - number
+                folds.append(ParityTerm(rank, False, start, end, j * room, gf256.compute_coefficient(j, index)))
+        return folds
 
+    def compute_parity_bytes(self, holder: int, used: Mapping[int, int], room: int = 0) -> int:
+        """Return the length of a member's parity. `used` need not have its own shard's bytes."""
+        folds = self.derive_encoding(holder, used, room)
+        return max((fold.at + fold.end - fold.start for fold in folds), default=0)
 
-def _derive_block(
-    stripe: Sequence[int],
-    lost: int,
-    row: int,
-    used: Mapping[int, int],
-    whole: AbstractSet[int],
-    rooms: Mapping[int, int],
-    blocks: int,
-    at: int,
-    size: int,
-) -> list[ParityTerm]:
-    """Return the terms that make one block of a lost shard.
+    def derive_encoding(self, holder: int, used: Mapping[int, int], room: int = 0) -> list[ParityTerm]:
+        """Return the terms that make a member's parity while all other shards are present."""
+        others = (rank for rank in self.ranks if rank != holder)
+        return [fold for rank in others for fold in self.derive_share(rank, holder, used[rank], room)]
 
-    They use as many blocks of parity as the row lacks shards, and the shards' blocks that the row has.
-    """
-    members = dict(_list_row(stripe, row, used, blocks))
-    missing = [rank for rank in members if rank == lost or rank not in whole]
-    beside = [(j, stripe[(row + j) % len(stripe)]) for j in range(blocks)]
-    chosen = [(j, holder) for j, holder in beside if holder in rooms and holder != lost][: len(missing)]
-    if len(chosen) < len(missing):
-        raise ValueError(f"of {len(missing)} blocks that are missing in a row only {len(chosen)} can be found")
-    columns = {rank: stripe.index(rank) for rank in members}
-    matrix = [[gf256.compute_coefficient(j, columns[rank]) for rank in missing] for j, _ in chosen]
-    weights = gf256.solve(matrix, missing.index(lost))
-    folds = []
-    for (j, holder), weight in zip(chosen, weights, strict=True):
-        if weight:
-            begin = j * rooms[holder]
-            folds.append(ParityTerm(holder, True, begin, begin + size, at, weight))
-    for rank, (start, end) in members.items():
-        if rank in missing:
-            continue
-        by = 0
-        for (j, _), weight in zip(chosen, weights, strict=True):
-            by ^= gf256.multiply(weight, gf256.compute_coefficient(j, columns[rank]))
-        if by:
-            folds.append(ParityTerm(rank, False, start, min(end, start + size), at, by))
-    return folds
+    def derive_encoding_without(
+        self, holder: int, used: Mapping[int, int], whole: AbstractSet[int], rooms: Mapping[int, int], room: int
+    ) -> list[ParityTerm]:
+        """Return the same terms when shards are missing: each block of a missing shard is rebuilt from its row.
+
+        Raises:
+            ValueError: Too little is present.
+        """
+        folds: list[ParityTerm] = []
+        beside = {other: room for other, room in rooms.items() if other != holder}
+        for fold in self.derive_encoding(holder, used, room):
+            if fold.rank in whole:
+                folds.append(fold)
+                continue
+            number = fold.start // self.compute_block_bytes(used[fold.rank])
+            made = self._derive_block(fold.rank, number, fold.at, used, whole, beside)
+            folds += [one._replace(by=gf256.multiply(one.by, fold.by)) for one in made]
+        return folds
+
+    def derive_decoding(
+        self, lost: int, used: Mapping[int, int], whole: AbstractSet[int], rooms: Mapping[int, int]
+    ) -> list[ParityTerm]:
+        """Return the terms that make the shard of rank `lost`. `used` also has the bytes of lost shards.
+
+        Raises:
+            ValueError: Too little is present.
+        """
+        folds: list[ParityTerm] = []
+        for number in range(max(1, len(self.ranks) - self.blocks)):
+            at, stop = self._find_block(number, used[lost])
+            if stop > at:
+                folds += self._derive_block(lost, number, at, used, whole, rooms)
+        return folds
+
+    def can_decode(self, lost: int, whole: AbstractSet[int], beside: AbstractSet[int]) -> bool:
+        """Return whether a lost shard can be rebuilt, of any size.
+
+        `beside` are the members beside whose shards there is parity.
+        """
+        n, at = len(self.ranks), self.ranks.index(lost)
+        for row in range(at + 1, at + 1 + n - self.blocks):
+            around = [self.ranks[(row + step) % n] for step in range(n)]
+            missing = sum(rank == lost or rank not in whole for rank in around[self.blocks :])
+            if missing > sum(rank != lost and rank in beside for rank in around[: self.blocks]):
+                return False
+        return True
+
+    def _find_block(self, number: int, used: int) -> Range:
+        """Return the bytes of a shard's block; start = end if the block is empty."""
+        size = self.compute_block_bytes(used)
+        return min(used, number * size), min(used, (number + 1) * size)
+
+    def _list_numbers(self, rank: int, holder: int) -> range:
+        """Return the numbers of the blocks of a shard that are in the parity of `holder`."""
+        distance = (self.ranks.index(holder) - self.ranks.index(rank)) % len(self.ranks)
+        if not distance:
+            raise ValueError(f"rank {rank} has nothing in its own parity")
+        return range(max(0, distance - self.blocks), min(distance, len(self.ranks) - self.blocks))
+
+    def _list_row(self, row: int, used: Mapping[int, int]) -> Iterator[tuple[int, Range]]:
+        """Yield the members that have bytes in the row, and these bytes."""
+        for index, rank in enumerate(self.ranks):
+            number = (row - index) % len(self.ranks) - 1
+            if 0 <= number < len(self.ranks) - self.blocks:
+                start, end = self._find_block(number, used[rank])
+                if end > start:
+                    yield rank, (start, end)
+
+    def _derive_block(
+        self,
+        lost: int,
+        number: int,
+        at: int,
+        used: Mapping[int, int],
+        whole: AbstractSet[int],
+        rooms: Mapping[int, int],
+    ) -> list[ParityTerm]:
+        """Return the terms that make one block of a lost shard, to be added to the bytes from `at`.
+
+        They use as many blocks of parity as the row lacks shards, and the shards' blocks that the row has.
+        """
+        row = (self.ranks.index(lost) + 1 + number) % len(self.ranks)
+        members = dict(self._list_row(row, used))
+        first, stop = self._find_block(number, used[lost])
+        size = stop - first
+        missing = [rank for rank in members if rank == lost or rank not in whole]
+        beside = [(j, self.ranks[(row + j) % len(self.ranks)]) for j in range(self.blocks)]
+        chosen = [(j, holder) for j, holder in beside if holder in rooms and holder != lost][: len(missing)]
+        if len(chosen) < len(missing):
+            raise ValueError(f"of {len(missing)} blocks that are missing in a row only {len(chosen)} can be found")
+        columns = {rank: self.ranks.index(rank) for rank in members}
+        matrix = [[gf256.compute_coefficient(j, columns[rank]) for rank in missing] for j, _ in chosen]
+        weights = gf256.solve(matrix, missing.index(lost))
+        folds = []
+        for (j, holder), weight in zip(chosen, weights, strict=True):
+            if weight:
+                begin = j * rooms[holder]
+                folds.append(ParityTerm(holder, True, begin, begin + size, at, weight))
+        for rank, (start, end) in members.items():
+            if rank in missing:
+                continue
+            by = 0
+            for (j, _), weight in zip(chosen, weights, strict=True):
+                by ^= gf256.multiply(weight, gf256.compute_coefficient(j, columns[rank]))
+            if by:
+                folds.append(ParityTerm(rank, False, start, min(end, start + size), at, by))
+        return folds

@@ -73,28 +73,27 @@ class Parities:
         """
         N = of.N
         try:
-            stripes = parity.build_stripes([shard.home % N for shard in shards], of.list_groups())
+            found = parity.build_stripes([shard.home % N for shard in shards], of.list_groups())
         except ValueError:
             return [], False
         made, whole = [], True
-        for shard, stripe in zip(shards, stripes, strict=True):
+        for shard, ranks in zip(shards, found, strict=True):
             dest = by_rank[shard.home % N]
-            others = _list_others(shard.rank, stripe, shards)
+            others = _list_others(shard.rank, ranks, shards)
             if dest in self._find_matching(shard, others, of.parity):
                 continue
             beside = {
                 rank: next(iter(held.items()))
-                for rank in stripe
-                if (held := self._find_matching(shards[rank], _list_others(rank, stripe, shards), of.parity))
+                for rank in ranks
+                if (held := self._find_matching(shards[rank], _list_others(rank, ranks, shards), of.parity))
             }
-            room = max(parity.compute_block_bytes(member.bytes, len(stripe), of.parity) for member in others)
-            used = {rank: shards[rank].used for rank in stripe}
-            available = {rank: (where[rank][0], shards[rank]) for rank in stripe if rank in where}
+            stripe = parity.Stripe(ranks, of.parity)
+            room = max(stripe.compute_block_bytes(member.bytes) for member in others)
+            used = {rank: shards[rank].used for rank in ranks}
+            available = {rank: (where[rank][0], shards[rank]) for rank in ranks if rank in where}
             rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
             try:
-                folds = parity.derive_encoding_without(
-                    stripe, shard.rank, used, available.keys(), rooms, of.parity, room
-                )
+                folds = stripe.derive_encoding_without(shard.rank, used, available.keys(), rooms, room)
             except ValueError:
                 whole = False
                 continue
@@ -104,7 +103,7 @@ class Parities:
                 shard.world,
                 shard.home,
                 of.parity * room,
-                parity.compute_parity_bytes(stripe, shard.rank, used, of.parity, room),
+                stripe.compute_parity_bytes(shard.rank, used, room),
                 shard.stamp,
                 "",
                 of=others,
@@ -134,15 +133,16 @@ class Parities:
             for host, copy in by_host.items()
             if lost in copy.of
         }
-        if len({(copy.blocks, _list_stripe(copy)) for _, copy in beside.values()}) != 1:
+        stripes = {_find_stripe(copy) for _, copy in beside.values()}
+        if len(stripes) != 1:
             return None
-        [(blocks, stripe)] = {(copy.blocks, _list_stripe(copy)) for _, copy in beside.values()}
+        [stripe] = stripes
         members: dict[int, set[Member]] = {}
         for _, copy in beside.values():
             for member in copy.of:
                 members.setdefault(member.rank, set()).add(member)
         shards: dict[int, tuple[str, Copy]] = {}
-        for rank in stripe:
+        for rank in stripe.ranks:
             stated, contents = members.get(rank, set()), ranks.get(rank, {})
             if len(stated) > 1:
                 return None
@@ -154,7 +154,7 @@ class Parities:
         used |= {rank: copy.used for rank, (_, copy) in shards.items()}
         rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
         try:
-            folds = parity.derive_decoding(stripe, lost.rank, used, shards.keys(), rooms, blocks)
+            folds = stripe.derive_decoding(lost.rank, used, shards.keys(), rooms)
         except (ValueError, KeyError):
             return None
         parts = _list_parts(folds, shards, beside)
@@ -162,12 +162,12 @@ class Parities:
         return RebuiltCopy("", copy, parts) if parts else None
 
 
-def _list_stripe(copy: Copy) -> tuple[int, ...]:
-    return tuple(sorted({copy.rank, *(member.rank for member in copy.of)}))
+def _find_stripe(copy: Copy) -> parity.Stripe:
+    return parity.Stripe(tuple(sorted({copy.rank, *(member.rank for member in copy.of)})), copy.blocks)
 
 
-def _list_others(rank: int, stripe: Sequence[int], shards: Sequence[Copy]) -> tuple[Member, ...]:
-    others = (shards[other] for other in stripe if other != rank)
+def _list_others(rank: int, ranks: Sequence[int], shards: Sequence[Copy]) -> tuple[Member, ...]:
+    others = (shards[other] for other in ranks if other != rank)
     return tuple(Member(o.rank, o.home, o.bytes, o.used, o.digest, o.mark) for o in others)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-from gemini_hpc.core import parity, survival
+from gemini_hpc.core import survival
+from gemini_hpc.core.parity import Stripe
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.inspect_schema import HeldSlot
 
@@ -66,17 +67,17 @@ class Losses:
         found = {}
         for rank in self._by_rank:
             covering = {other: of for other, of in beside.items() if rank in of[1]}
-            stripes = {(tuple(sorted(of | {other})), blocks) for other, (_, of, blocks) in covering.items()}
+            stripes = {Stripe(tuple(sorted(of | {other})), blocks) for other, (_, of, blocks) in covering.items()}
             if len(stripes) == 1:
-                [(stripe, blocks)] = stripes
+                [stripe] = stripes
                 parities = {other: host for other, (host, _, _) in covering.items()}
-                if losses := _list_stripe_losses(stripe, blocks, rank, copies, parities):
+                if losses := _list_stripe_losses(stripe, rank, copies, parities):
                     found[rank] = losses
         return found
 
 
 def _list_stripe_losses(
-    stripe: tuple[int, ...], blocks: int, rank: int, copies: Mapping[int, str], parities: Mapping[int, str]
+    stripe: Stripe, rank: int, copies: Mapping[int, str], parities: Mapping[int, str]
 ) -> list[frozenset[str]]:
     """Return the losses of nodes after which a lost shard cannot be restored from its stripe.
 
@@ -85,17 +86,17 @@ def _list_stripe_losses(
     """
 
     def can_restore(lost: Iterable[str]) -> bool:
-        whole = {other for other in stripe if copies.get(other, "") not in ("", *lost)}
+        whole = {other for other in stripe.ranks if copies.get(other, "") not in ("", *lost)}
         beside = {other for other, host in parities.items() if host not in lost}
-        return parity.can_decode(stripe, rank, whole, beside, blocks)
+        return stripe.can_decode(rank, whole, beside)
 
-    others = [other for other in stripe if other != rank]
+    others = [other for other in stripe.ranks if other != rank]
     nodes = sorted({host for other in others for host in (copies.get(other), parities.get(other)) if host})
     if not can_restore(()):
         return []
     if len(nodes) == len(others) and all(copies.get(other) == parities.get(other) for other in others):
         # the stripe is complete: any loss of that many is fatal
-        sizes: tuple[int, ...] = (blocks,) if blocks <= _COUNTED else ()
+        sizes: tuple[int, ...] = (stripe.blocks,) if stripe.blocks <= _COUNTED else ()
     else:
         sizes = tuple(range(1, _COUNTED + 1))
     found: list[frozenset[str]] = []

@@ -46,8 +46,9 @@ class Stripe:
     def wish(self, rank: int) -> Copy:
         copies = [self.shards[other][1] for other in range(N) if other != rank]
         of = tuple(Member(c.rank, c.home, c.bytes, c.used, c.digest) for c in copies)
-        room = parity.compute_block_bytes(SIZE, N, BLOCKS)
-        used = parity.compute_parity_bytes(range(N), rank, {c.rank: c.used for c in copies}, BLOCKS, room)
+        whole = parity.Stripe(tuple(range(N)), BLOCKS)
+        room = whole.compute_block_bytes(SIZE)
+        used = whole.compute_parity_bytes(rank, {c.rank: c.used for c in copies}, room)
         return Copy("", rank, N, rank, BLOCKS * room, used, STAMP, "", of=of, blocks=BLOCKS, room=room)
 
     def beside(self, rank: int, parts: list[Part]) -> Part:

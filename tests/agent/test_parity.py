@@ -366,7 +366,7 @@ def test_a_part_that_is_not_what_it_should_be(site: Site) -> None:
 def spoil(site: Site, how: str) -> None:
     """Push a spoiled part of the next version, whose number is then used up."""
     site.version += 1
-    start, end = parity.find_part(STRIPE, 0, 1, USED[0])
+    start, end = parity.Stripe(STRIPE).find_part(0, 1, USED[0])
     push = site.push(0, 1)
     answer = push.answer(peer.PushHead(site.version, USED[0], SIZE))
     assert answer.part and list(list_gaps(answer.present, USED[0])) == [(start, end)]

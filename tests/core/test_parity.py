@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from refusals import refusal
 
 from gemini_hpc.core import gf256, parity, placement, redundancy
-from gemini_hpc.core.parity import ParityTerm
+from gemini_hpc.core.parity import ParityTerm, Stripe
 from gemini_hpc.core.redundancy import Redundancy
 
 sizes = st.integers(1, 40_000)
@@ -29,111 +29,104 @@ def lengths_of(shards: dict[int, bytes]) -> dict[int, int]:
     return {rank: len(shard) for rank, shard in shards.items()}
 
 
-def parity_beside(stripe: tuple[int, ...], rank: int, shards: dict[int, bytes], blocks: int) -> bytes:
-    lengths, room = lengths_of(shards), room_of(shards, blocks)
-    size = parity.compute_parity_bytes(stripe, rank, lengths, blocks, room)
-    assert size <= blocks * room
-    return folded(bytearray(size), parity.derive_encoding(stripe, rank, lengths, blocks, room), shards, {})
+def parity_beside(stripe: Stripe, rank: int, shards: dict[int, bytes]) -> bytes:
+    lengths, room = lengths_of(shards), room_of(stripe, shards)
+    size = stripe.compute_parity_bytes(rank, lengths, room)
+    assert size <= stripe.blocks * room
+    return folded(bytearray(size), stripe.derive_encoding(rank, lengths, room), shards, {})
 
 
-def room_of(shards: dict[int, bytes], blocks: int) -> int:
-    return max(parity.compute_block_bytes(len(shard), len(shards), blocks) for shard in shards.values())
+def room_of(stripe: Stripe, shards: dict[int, bytes]) -> int:
+    return max(stripe.compute_block_bytes(len(shard)) for shard in shards.values())
 
 
 @st.composite
-def stripes_of(draw: st.DrawFn) -> tuple[tuple[int, ...], dict[int, bytes], int]:
-    """A stripe, its shards, and the blocks of parity in a row."""
+def stripes_of(draw: st.DrawFn) -> tuple[Stripe, dict[int, bytes]]:
+    """A stripe and its shards."""
     ranks = tuple(sorted(draw(st.sets(st.integers(0, 99), min_size=2, max_size=7))))
     dice = random.Random(1)
     shards = {rank: dice.randbytes(draw(sizes)) for rank in ranks}
-    return ranks, shards, draw(st.integers(1, min(4, len(ranks) - 1)))
+    return Stripe(ranks, draw(st.integers(1, min(4, len(ranks) - 1)))), shards
 
 
 @settings(deadline=None)
 @given(stripes_of(), st.data())
-def test_any_m_members_come_back_byte_for_byte(
-    case: tuple[tuple[int, ...], dict[int, bytes], int], data: st.DataObject
-) -> None:
-    stripe, shards, blocks = case
-    lengths, room = lengths_of(shards), room_of(shards, blocks)
-    parities = {rank: parity_beside(stripe, rank, shards, blocks) for rank in stripe}
-    lost = data.draw(st.sets(st.sampled_from(stripe), min_size=1, max_size=blocks))
+def test_any_m_members_come_back_byte_for_byte(case: tuple[Stripe, dict[int, bytes]], data: st.DataObject) -> None:
+    stripe, shards = case
+    lengths, room = lengths_of(shards), room_of(stripe, shards)
+    parities = {rank: parity_beside(stripe, rank, shards) for rank in stripe.ranks}
+    lost = data.draw(st.sets(st.sampled_from(stripe.ranks), min_size=1, max_size=stripe.blocks))
     left = {rank: shard for rank, shard in shards.items() if rank not in lost}
     kept = {rank: made for rank, made in parities.items() if rank not in lost}
     for rank in lost:
-        assert parity.can_decode(stripe, rank, left.keys(), kept.keys(), blocks)
-        folds = parity.derive_decoding(stripe, rank, lengths, left.keys(), dict.fromkeys(kept, room), blocks)
+        assert stripe.can_decode(rank, left.keys(), kept.keys())
+        folds = stripe.derive_decoding(rank, lengths, left.keys(), dict.fromkeys(kept, room))
         assert folded(bytearray(lengths[rank]), folds, left, kept) == shards[rank]
 
 
 @settings(deadline=None)
 @given(stripes_of(), st.data())
 def test_what_cannot_be_found_is_said_and_all_else_is_found(
-    case: tuple[tuple[int, ...], dict[int, bytes], int], data: st.DataObject
+    case: tuple[Stripe, dict[int, bytes]], data: st.DataObject
 ) -> None:
     """Shards and parities lost in any combination, as by the death of agents. Full shards: `can_decode` is exact."""
-    stripe, shards, blocks = case
-    shards = {rank: random.Random(rank).randbytes(4096 * (len(stripe) - blocks)) for rank in stripe}
-    lengths, room = lengths_of(shards), room_of(shards, blocks)
-    whole = data.draw(st.sets(st.sampled_from(stripe)))
-    beside = data.draw(st.sets(st.sampled_from(stripe)))
-    kept = {rank: parity_beside(stripe, rank, shards, blocks) for rank in beside}
-    for rank in set(stripe) - whole:
+    stripe, _ = case
+    ranks, cut = stripe.ranks, len(stripe.ranks) - stripe.blocks
+    shards = {rank: random.Random(rank).randbytes(4096 * cut) for rank in ranks}
+    lengths, room = lengths_of(shards), room_of(stripe, shards)
+    whole = data.draw(st.sets(st.sampled_from(ranks)))
+    beside = data.draw(st.sets(st.sampled_from(ranks)))
+    kept = {rank: parity_beside(stripe, rank, shards) for rank in beside}
+    for rank in set(ranks) - whole:
         try:
-            folds = parity.derive_decoding(stripe, rank, lengths, whole, dict.fromkeys(beside - {rank}, room), blocks)
+            folds = stripe.derive_decoding(rank, lengths, whole, dict.fromkeys(beside - {rank}, room))
         except ValueError as error:
-            assert "only" in str(error) and not parity.can_decode(stripe, rank, whole, beside - {rank}, blocks)
+            assert "only" in str(error) and not stripe.can_decode(rank, whole, beside - {rank})
             continue
-        assert parity.can_decode(stripe, rank, whole, beside - {rank}, blocks)
+        assert stripe.can_decode(rank, whole, beside - {rank})
         assert folded(bytearray(lengths[rank]), folds, shards, kept) == shards[rank]
 
 
 @settings(deadline=None)
 @given(stripes_of(), st.data())
-def test_parity_is_made_without_the_lost_shards(
-    case: tuple[tuple[int, ...], dict[int, bytes], int], data: st.DataObject
-) -> None:
+def test_parity_is_made_without_the_lost_shards(case: tuple[Stripe, dict[int, bytes]], data: st.DataObject) -> None:
     """Its holder has come in the place of a lost node; others of the stripe are lost as well."""
-    stripe, shards, blocks = case
-    lengths, room = lengths_of(shards), room_of(shards, blocks)
-    lost = data.draw(st.sets(st.sampled_from(stripe), min_size=1, max_size=blocks))
+    stripe, shards = case
+    lengths, room = lengths_of(shards), room_of(stripe, shards)
+    lost = data.draw(st.sets(st.sampled_from(stripe.ranks), min_size=1, max_size=stripe.blocks))
     holder = data.draw(st.sampled_from(sorted(lost)))
     left = {rank: shard for rank, shard in shards.items() if rank not in lost}
-    kept = {rank: parity_beside(stripe, rank, shards, blocks) for rank in left}
+    kept = {rank: parity_beside(stripe, rank, shards) for rank in left}
     rooms = dict.fromkeys(kept, room)
-    folds = parity.derive_encoding_without(stripe, holder, lengths, left.keys(), rooms, blocks, room)
-    wanted = parity_beside(stripe, holder, shards, blocks)
+    folds = stripe.derive_encoding_without(holder, lengths, left.keys(), rooms, room)
+    wanted = parity_beside(stripe, holder, shards)
     assert folded(bytearray(len(wanted)), folds, left, kept) == wanted
 
 
 def test_one_more_than_m_is_too_many() -> None:
-    stripe, shards = (0, 1, 2, 3, 4, 5), dict.fromkeys(range(6), bytes(40_000))
+    ranks, lengths = (0, 1, 2, 3, 4, 5), dict.fromkeys(range(6), 40_000)
     for blocks in (1, 2, 3):
-        for lost in combinations(stripe, blocks + 1):
-            left = set(stripe) - set(lost)
-            assert not parity.can_decode(stripe, lost[0], left, left, blocks)
+        stripe = Stripe(ranks, blocks)
+        for lost in combinations(ranks, blocks + 1):
+            left = set(ranks) - set(lost)
+            assert not stripe.can_decode(lost[0], left, left)
             with pytest.raises(ValueError, match="can be found"):
-                parity.derive_decoding(
-                    stripe, lost[0], lengths_of(shards), left, dict.fromkeys(left, 1 << 20), blocks
-                )
+                stripe.derive_decoding(lost[0], lengths, left, dict.fromkeys(left, 1 << 20))
 
 
 def test_with_one_block_all_is_exclusive_or() -> None:
-    stripe, lengths = (0, 1, 2, 3), dict.fromkeys(range(4), 30_000)
-    assert {fold.by for fold in parity.derive_encoding(stripe, 2, lengths)} == {1}
-    assert {
-        fold.by for fold in parity.derive_decoding(stripe, 2, lengths, {0, 1, 3}, dict.fromkeys((0, 1, 3), 0))
-    } == {1}
+    stripe, lengths = Stripe((0, 1, 2, 3)), dict.fromkeys(range(4), 30_000)
+    decoding = stripe.derive_decoding(2, lengths, {0, 1, 3}, dict.fromkeys((0, 1, 3), 0))
+    assert {fold.by for fold in (*stripe.derive_encoding(2, lengths), *decoding)} == {1}
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 1 << 40), st.data())
 def test_a_share_is_the_part_in_order(members: int, blocks: int, used: int, data: st.DataObject) -> None:
-    blocks = min(blocks, members - 1)
-    stripe = tuple(range(members))
-    rank, holder = data.draw(st.permutations(stripe))[:2]
-    start, end = parity.find_part(stripe, rank, holder, used, blocks)
+    stripe = Stripe(tuple(range(members)), min(blocks, members - 1))
+    rank, holder = data.draw(st.permutations(stripe.ranks))[:2]
+    start, end = stripe.find_part(rank, holder, used)
     at = start
-    for fold in parity.derive_share(stripe, rank, holder, used, blocks, 1 << 41):
+    for fold in stripe.derive_share(rank, holder, used, 1 << 41):
         assert fold.start == at and fold.by
         at = fold.end
     assert at == end
@@ -141,8 +134,8 @@ def test_a_share_is_the_part_in_order(members: int, blocks: int, used: int, data
 
 @given(st.integers(2, 8), st.integers(1, 1 << 40))
 def test_a_shards_blocks_are_all_of_it_and_one_holders_each(members: int, used: int) -> None:
-    stripe = tuple(range(members))
-    parts = sorted(parity.find_part(stripe, 1, holder, used) for holder in stripe if holder != 1)
+    stripe = Stripe(tuple(range(members)))
+    parts = sorted(stripe.find_part(1, holder, used) for holder in stripe.ranks if holder != 1)
     end = 0
     for start, stop in parts:
         assert start == end and (start % parity.ALIGN_BYTES == 0 or start == used)
@@ -153,7 +146,7 @@ def test_a_shards_blocks_are_all_of_it_and_one_holders_each(members: int, used: 
 
 def test_a_rank_has_nothing_in_its_own_parity() -> None:
     with pytest.raises(ValueError, match="its own parity"):
-        parity.find_part((0, 1), 1, 1, 5)
+        Stripe((0, 1)).find_part(1, 1, 5)
 
 
 @given(st.integers(1, 9), st.integers(1, 3), st.data())

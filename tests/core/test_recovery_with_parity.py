@@ -27,12 +27,15 @@ def shard(rank: int, stamp: Stamp, N: int, digest: str = "") -> Copy:
 
 
 def parity_of(rank: int, stamp: Stamp, N: int, n: int, blocks: int = 1) -> Copy:
-    stripe = parity.build_stripes(range(N), placement.list_groups(N, n))[rank]
+    stripe = parity.Stripe(parity.build_stripes(range(N), placement.list_groups(N, n))[rank], blocks)
     of = tuple(
-        Member(s.rank, s.home, s.bytes, s.used, s.digest) for r in stripe if r != rank for s in [shard(r, stamp, N)]
+        Member(s.rank, s.home, s.bytes, s.used, s.digest)
+        for r in stripe.ranks
+        if r != rank
+        for s in [shard(r, stamp, N)]
     )
-    room = max(parity.compute_block_bytes(m.bytes, len(stripe), blocks) for m in of)
-    length = parity.compute_parity_bytes(stripe, rank, {m.rank: m.used for m in of}, blocks, room)
+    room = max(stripe.compute_block_bytes(m.bytes) for m in of)
+    length = stripe.compute_parity_bytes(rank, {m.rank: m.used for m in of}, room)
     digest = f"p{rank}@{stamp}"
     return Copy("", rank, N, rank, blocks * room, length, stamp, digest, of=of, blocks=blocks, room=room)
 

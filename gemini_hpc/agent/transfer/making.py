@@ -89,13 +89,13 @@ def _plan_folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.ParityTerm]:
     used = {member.rank: member.used for part in (copy, *beside) for member in part.of}
     used |= {part.rank: part.used for part in shards}
     whole, rooms = {part.rank for part in shards}, {part.rank: part.room for part in beside}
-    stripe = sorted({copy.rank, *used, *rooms})
-    if len(stripe) > parity.MAX_MEMBERS:
-        raise ValueError(f"a stripe of {len(stripe)} members")
+    ranks = tuple(sorted({copy.rank, *used, *rooms}))
+    if len(ranks) > parity.MAX_MEMBERS:
+        raise ValueError(f"a stripe of {len(ranks)} members")
     if copy.of:
-        return parity.derive_encoding_without(stripe, copy.rank, used, whole, rooms, copy.blocks, copy.room)
-    blocks = beside[0].blocks if beside else 1
-    return parity.derive_decoding(stripe, copy.rank, used | {copy.rank: copy.used}, whole, rooms, blocks)
+        return parity.Stripe(ranks, copy.blocks).derive_encoding_without(copy.rank, used, whole, rooms, copy.room)
+    stripe = parity.Stripe(ranks, beside[0].blocks if beside else 1)
+    return stripe.derive_decoding(copy.rank, used | {copy.rank: copy.used}, whole, rooms)
 
 
 def _fold_in(

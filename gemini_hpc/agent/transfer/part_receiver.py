@@ -22,9 +22,9 @@ from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.transfer.receipts import Receipts
-from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Member
 from gemini_hpc.core.digest import Digest
+from gemini_hpc.core.parity import ParityTerm, Stripe
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     fold: ParityFold
     rank: int
     wanted: Range
-    places: list[parity.ParityTerm]
+    places: list[ParityTerm]
 
 
 class PartReceiver:
@@ -120,9 +120,8 @@ class PartReceiver:
                 return "the parity has been freed"
             if reason := self.find_refusal(ask, host):
                 return reason
-            stripe = sorted((shard.rank, *shard.parity.homes))
-            blocks = shard.parity.blocks
-            if parity.compute_block_bytes(head.used, len(stripe), blocks) > shard.bytes // blocks:
+            stripe = _build_stripe(shard, shard.parity)
+            if stripe.compute_block_bytes(head.used) > shard.bytes // stripe.blocks:
                 reason = await self._grow(training, shard, shard.parity, head)
                 break
             try:
@@ -144,8 +143,8 @@ class PartReceiver:
             fold.writing.add(ask.rank)
             shard.pair.slots[fold.index].busy = True
             fold.members[ask.rank] = Member(ask.rank, shard.parity.homes[ask.rank], head.bytes, head.used, "")
-            wanted = parity.find_part(stripe, ask.rank, shard.rank, head.used, blocks)
-            places = parity.derive_share(stripe, ask.rank, shard.rank, head.used, blocks, fold.room)
+            wanted = stripe.find_part(ask.rank, shard.rank, head.used)
+            places = stripe.derive_share(ask.rank, shard.rank, head.used, fold.room)
             return Part(shard, fold, ask.rank, wanted, places)
         self._log("skipped", version=head.version, detail=f"parity of the shard of rank {ask.rank}: {reason}")
         return reason
@@ -157,7 +156,7 @@ class PartReceiver:
         members' bytes of this version are in the smaller parity.
         """
         number = self._membership.round
-        room = parity.compute_block_bytes(max(head.bytes, head.used), len(of.homes) + 1, of.blocks)
+        room = _build_stripe(shard, of).compute_block_bytes(max(head.bytes, head.used))
         try:
             larger = await self._store.make_shard(
                 shard.training,
@@ -276,9 +275,8 @@ class PartReceiver:
         return part.wanted[1] - part.wanted[0]
 
     async def _complete(self, shard: Shard, state: Parity, fold: ParityFold) -> None:
-        stripe = sorted((shard.rank, *state.homes))
         lengths = {m.rank: m.used for m in fold.of}
-        used = parity.compute_parity_bytes(stripe, shard.rank, lengths, state.blocks, fold.room)
+        used = _build_stripe(shard, state).compute_parity_bytes(shard.rank, lengths, fold.room)
         slot = shard.pair.slots[fold.index]
         slot.busy = True
         digest = await self._store.pool.digest(shard.memory[fold.index], used, urgency=Urgency.ARRIVING)
@@ -291,3 +289,8 @@ class PartReceiver:
         if state.fill is fold:
             state.fill = None
         fold.view.release()
+
+
+def _build_stripe(shard: Shard, of: Parity) -> Stripe:
+    """Return the stripe of the parity that lies beside this shard."""
+    return Stripe(tuple(sorted((shard.rank, *of.homes))), of.blocks)
