@@ -16,7 +16,7 @@ from gemini_hpc.agent.replicas.memory import Memfd, adopt
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire import local
+from gemini_hpc.wire import credentials, local
 from gemini_hpc.wire.local_server import Reply
 
 _ANSWER_S = 5.0  # an agent on this node answers within milliseconds unless its node is overloaded
@@ -54,7 +54,7 @@ def request_memory(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(_ANSWER_S)
         sock.connect(path)
-        _, owner, _ = _read_credentials(sock)
+        _, owner = credentials.read_peer(sock)
         if owner != uid:
             raise ValueError(f"uid {owner} listens there")
         sock.send(local.encode(wanted))
@@ -71,9 +71,3 @@ def request_memory(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> 
     finally:
         for fd in fds:
             os.close(fd)
-
-
-def _read_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, uid, gid = (int.from_bytes(raw[at : at + 4], "little") for at in (0, 4, 8))
-    return pid, uid, gid

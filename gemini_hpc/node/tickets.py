@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from gemini_hpc import clock, lines
 from gemini_hpc.config import ConfigError, load_site_settings
-from gemini_hpc.wire import site_key
+from gemini_hpc.wire import credentials, site_key
 from gemini_hpc.wire.keyed import KeyFileError, SiteKey
 from gemini_hpc.wire.preauth_limit import PreauthLimit
 
@@ -35,7 +35,7 @@ class TicketService:
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read one question and answer it by a ticket."""
-        uid = site_key.read_peer_uid(writer.get_extra_info("socket"))
+        _, uid = credentials.read_peer(writer.get_extra_info("socket"))
         place = self._callers.enter(str(uid), writer.transport.abort)
         try:
             async with asyncio.timeout(_CALLER_S):

@@ -8,12 +8,15 @@ Each connection begins with one credential each way (`handshake`). A process use
 
 from __future__ import annotations
 
+import socket
+import struct
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from gemini_hpc.wire import munge
 
 TTL_S = munge.TTL_S  # the same for all three ways of authentication
+_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class CredentialError(Exception):
@@ -111,3 +114,9 @@ def decode(credential: bytes) -> Opened:
         CredentialError: The credential is not valid, not fresh, was opened before, or is not for this process.
     """
     return _used.decode(credential)
+
+
+def read_peer(sock: socket.socket) -> tuple[int, int]:
+    """Return the pid and the uid of the process at the other end of a Unix socket, by the kernel."""
+    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid

@@ -8,15 +8,13 @@ import errno
 import os
 import signal
 import socket
-import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import msgspec
 
-from gemini_hpc.wire import local
+from gemini_hpc.wire import credentials, local
 
-_CREDENTIALS = struct.Struct("3i")
 _MAX_FDS = 4
 _SO_PEERPIDFD = 77
 MAX_CLIENTS = 1024
@@ -155,8 +153,7 @@ class LocalServer:
             return
         with suppress(OSError):
             sock.setblocking(False)
-            raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            pid, uid, _gid = _CREDENTIALS.unpack(raw)
+            pid, uid = credentials.read_peer(sock)
             if uid not in (self._uid, 0) or len(self._clients) >= MAX_CLIENTS:
                 sock.close()
                 self._complain(f"local client of uid {uid} turned away")

@@ -22,7 +22,6 @@ ASK = struct.Struct(">Q")  # job, or 0
 TICKET = struct.Struct(f">IQQ{keyed.KEY_BYTES}s")  # uid, job, end, key
 _TIMEVAL = struct.Struct("@ll")
 _FETCH_S = 3.0  # the service answers within milliseconds; a host at its limits may take a thousand times longer
-_PEER = struct.Struct("3i")
 _KEY = struct.Struct(f">Q{keyed.KEY_BYTES}s")
 
 
@@ -91,11 +90,6 @@ def choose_scheme(fd: int, uid: int) -> None:
     credentials.use(keyed.JobKeys(dict(_KEY.iter_unpack(packed)), uid))
 
 
-def read_peer_uid(sock: socket.socket) -> int:
-    """Return the uid of the process at the other end of a Unix socket."""
-    return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
-
-
 def fetch(job: int) -> keyed.Ticket:
     """Return this user's ticket for the agents of a job (0: for the controller) from root's service on this host.
 
@@ -108,7 +102,7 @@ def fetch(job: int) -> keyed.Ticket:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(_FETCH_S), 0))
             sock.connect(TICKETS_PATH)
             sock.settimeout(_FETCH_S)
-            if (other := read_peer_uid(sock)) != 0:
+            if (other := credentials.read_peer(sock)[1]) != 0:
                 raise CredentialError(f"key: uid {other} listens at {TICKETS_PATH}, wanted root")
             sock.sendall(ASK.pack(job))
             packed = b""
