@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gemini_hpc.client import finished
 from gemini_hpc.core import parity, placement
 from gemini_hpc.core.numbers import NAME
 from gemini_hpc.core.redundancy import Redundancy
@@ -24,6 +24,8 @@ FAILED_ENV = "GEMINI_FAILED_AT"  # set by such a launcher to the Unix time at wh
 # set by `gemini-hpc run`, which restarts the step when a rank fails: a value common to these steps
 RESTARTS_ENV = "GEMINI_RESTARTS_STEP"
 TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` restarts the step
+
+_closed: Counter[tuple[str, ...]] = Counter()  # trainings that this process has closed
 
 
 class JoinNotice(msgspec.Struct, frozen=True, array_like=True):
@@ -101,9 +103,24 @@ def build_hello(training_name: str, rank: int, world: int, local_rank: int, tier
         os.getpid(),
         tier=tier,
         restarts=RESTARTS_ENV in os.environ,
-        nth=finished.number_training(training_name),
+        nth=number_training(training_name),
         series=derive_series(os.environ),
     )
+
+
+def number_training(name: str) -> int:
+    """Return the number of the current training of this name in this process, counted from 1."""
+    return _closed[_build_key(name)] + 1
+
+
+def record_closed(name: str) -> None:
+    """Record that a training of this name is closed."""
+    _closed[_build_key(name)] += 1
+
+
+def _build_key(name: str) -> tuple[str, ...]:
+    """Return the name with launch and job, so that a process of another launch or job counts from 1 again."""
+    return (name, *(os.environ.get(key, "") for key in (SOCKET_ENV, STEP_ENV, "SLURM_STEP_ID")))
 
 
 def derive_step_name(environ: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from gemini_hpc import clock, lines
-from gemini_hpc.client import finished, joining
+from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, RefusedForNow
 from gemini_hpc.client.hand_back import hand_back, map_agent_memory
 from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, SPARES_ENV, TRY_AGAIN_EXIT, JoinNotice
@@ -306,7 +306,7 @@ class RankSession:
             sentences: Sentences of this rank, printed as `say_shared` does.
         """
         notice = msgspec.structs.replace(
-            self._greet(problem), nth=finished.number_training(self.title), told=tuple(sentences)
+            self._greet(problem), nth=joining.number_training(self.title), told=tuple(sentences)
         )
         notices = [
             msgspec.msgpack.decode(part, type=JoinNotice) for part in self.gather_data(msgspec.msgpack.encode(notice))
@@ -471,7 +471,7 @@ class RankSession:
         if self.forked:
             return
         if success:
-            finished.record_closed(self.title)
+            joining.record_closed(self.title)
         if self.client is None:
             return
         self.client.flush()

@@ -132,8 +132,8 @@ def clean(tier: Directory, job: int) -> None:
 
 
 def sync(path: str) -> None:
-    """Sync a directory, so that renames in it survive a power cut. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Sync a file, or a directory so that renames in it survive a power cut. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -13,7 +13,6 @@ import os
 import pwd
 import re
 import stat
-from types import TracebackType
 
 _FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _THROUGH = re.compile(r"/proc/self/fd/[0-9]+")
@@ -66,9 +65,7 @@ class Directory:
     def __enter__(self) -> Directory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

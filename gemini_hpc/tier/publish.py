@@ -116,11 +116,7 @@ def replace_file(directory: str, name: str) -> Iterator[str]:
 
 def publish(temporary: str, directory: str, name: str) -> None:
     """Sync a temporary file and rename it to its final name in this directory. Raises OSError."""
-    fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    job_directory.sync(temporary)
     os.rename(temporary, f"{directory}/{name}")
     job_directory.sync(directory)
 
