@@ -240,21 +240,16 @@ class Budget:
         """
         cap, available, left = self.cap_bytes, read_meminfo()["MemAvailable"], self._room.count_free_bytes()
         if self.taken_bytes + wanted_bytes > cap:
-            raise NoMemory(
-                f"{what}: not enough memory for the replicas: wanted {_format_mib(wanted_bytes)} beside "
-                f"{_format_mib(self.taken_bytes)} already held, {self._describe_cap(cap)}"
-            )
-        if not present and wanted_bytes > available - self._floor_bytes:
-            raise NoMemory(
-                f"{what}: not enough memory for the replicas: wanted {_format_mib(wanted_bytes)}, available "
-                f"{_format_mib(available)} less the floor of {_format_mib(self._floor_bytes)}"
-            )
-        if not present and left is not None and wanted_bytes > left[0]:
-            raise NoMemory(
-                f"{what}: not enough memory for the replicas: wanted {_format_mib(wanted_bytes)}, the memory cgroup "
-                f"{self._room.path} has {_format_mib(left[0])} left{left[1] and f' for {left[1]}'}"
-            )
-        self.taken_bytes += wanted_bytes
+            why = f" beside {_format_mib(self.taken_bytes)} already held, {self._describe_cap(cap)}"
+        elif not present and wanted_bytes > available - self._floor_bytes:
+            why = f", available {_format_mib(available)} less the floor of {_format_mib(self._floor_bytes)}"
+        elif not present and left is not None and wanted_bytes > left[0]:
+            whose = f" for {left[1]}" if left[1] else ""
+            why = f", the memory cgroup {self._room.path} has {_format_mib(left[0])} left{whose}"
+        else:
+            self.taken_bytes += wanted_bytes
+            return
+        raise NoMemory(f"{what}: not enough memory for the replicas: wanted {_format_mib(wanted_bytes)}{why}")
 
     def _describe_cap(self, cap: int) -> str:
         s, all_of_it = self._settings, self._node_cap_bytes
