@@ -146,15 +146,13 @@ def _open_marked(tier: Directory, name: str, job: int) -> tuple[Directory, Mark]
         found = tier.open_below(name)
     except (FileNotFoundError, NotOurs):
         return None
+    mark = None
     try:
         mark = _read(found, job)
-    except BaseException:
-        found.close()
-        raise
-    if mark is None:
-        found.close()
-        return None
-    return found, mark
+    finally:
+        if mark is None:
+            found.close()
+    return None if mark is None else (found, mark)
 
 
 def _read(directory: Directory, job: int) -> Mark | None:

@@ -35,12 +35,7 @@ def _load_library() -> Any:
     lib.munge_strerror.restype = ctypes.c_char_p
     lib.munge_strerror.argtypes = [ctypes.c_int]
     lib.munge_encode.restype = ctypes.c_int
-    lib.munge_encode.argtypes = [
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_int,
-    ]
+    lib.munge_encode.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]
     lib.munge_decode.restype = ctypes.c_int
     lib.munge_decode.argtypes = [
         ctypes.c_char_p,
