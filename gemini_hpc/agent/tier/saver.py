@@ -313,7 +313,16 @@ class Saver:
         """Perform a slow effect and report its outcome, also after an internal error."""
         reason = "an internal error of gemini-hpc"
         try:
-            reason = await self._try_effect(effect)
+            match effect:
+                case events.Clean():
+                    await self.clean(effect.name)
+                case events.Publish():
+                    reason = await self.publish(effect.name, effect.gathering)
+                case events.Name():
+                    reason = await self._name(effect.name, effect.stamp)
+                case events.Look():
+                    with suppress(TierFailed):
+                        await self._find_versions(())
         finally:
             task = asyncio.current_task()
             if task is None or not task.cancelling():
@@ -326,19 +335,6 @@ class Saver:
                         self._process_event(events.Named(effect.name, effect.stamp, effect.flush, reason))
                     case events.Look():
                         self._process_event(events.Looked())
-
-    async def _try_effect(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> str:
-        match effect:
-            case events.Clean():
-                await self.clean(effect.name)
-            case events.Publish():
-                return await self.publish(effect.name, effect.gathering)
-            case events.Name():
-                return await self._name(effect.name, effect.stamp)
-            case events.Look():
-                with suppress(TierFailed):
-                    await self._find_versions(())
-        return ""
 
     def _write(self, message: peer.SaveDown) -> None:
         """Write this node's part of a save."""
@@ -483,12 +479,10 @@ class Saver:
 
     async def clean(self, name: str, before: Stamp | None = None) -> None:
         """Remove older versions that have not become whole."""
-        limit = before
+        order = orders.Clean(self.tier, self._identity.job, name, before, key=self._membership.key)
         try:
             async with self._turns[name]:  # a version of an earlier round may just become whole
-                await worker_process.carry_out(
-                    orders.Clean(self.tier, self._identity.job, name, limit, key=self._membership.key)
-                )
+                await worker_process.carry_out(order)
         except TierFailed as error:
             self.say(name, 0, f"cannot remove incomplete versions: {error}")
 
