@@ -222,9 +222,9 @@ def half_of_the_pairs_vote() -> None:
     """R2: an agent votes for what is complete in some of its pairs, not in all."""
     counted = votes.build_vote
 
-    def build_vote(pairs: Any, expected: int | None = None) -> votes.Vote:
-        vote = counted(pairs, expected)
-        return votes.Vote(vote.seen, vote.seen, vote.floor, vote.kept)
+    def build_vote(pairs: Any, own: Any = ()) -> votes.Vote:
+        vote = counted(pairs, own)
+        return votes.Vote(vote.seen, vote.seen, vote.floor, vote.kept, vote.marks)
 
     patch(voting, "build_vote", build_vote)
 

@@ -27,10 +27,13 @@ CHEAP_S, SPENT_S = 0.3, 8.0  # CPU seconds: of a seed that is cheap enough; of a
 
 @dataclass(frozen=True)
 class Control:
-    """A rule that is taken away. run: the story of a seed without it; words: what is said of the harm."""
+    """A rule that is taken away. run: the story of a seed without it; words: what is said of the harm.
+
+    An error of the control's own code is no harm.
+    """
 
     run: Callable[[int], Told]
-    words: str = ""
+    words: str = "Wrong: "
 
     def shows(self, ended: Ended) -> bool:
         """Return whether the run found the harm."""
