@@ -19,6 +19,7 @@ from gemini_hpc import clock, logs
 from gemini_hpc.agent import handover, own_directory
 from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.controller_link import ControllerLink
+from gemini_hpc.agent.coordinator import Coordinator
 from gemini_hpc.agent.cpu_use import CpuUse
 from gemini_hpc.agent.good_end import GoodEnd
 from gemini_hpc.agent.hangs import Hangs
@@ -34,6 +35,7 @@ from gemini_hpc.agent.peers.listen_address import find_interface_address
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.peers.round_events import Begin, Heard, Linked, Tick
 from gemini_hpc.agent.peers.tasks import Tasks
 from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.predecessor import Predecessor
@@ -79,6 +81,7 @@ from gemini_hpc.wire import inspect_schema, local, peer, protocol
 from gemini_hpc.wire.local_server import LocalClient, LocalServer, Reply
 from gemini_hpc.wire.message import Message
 
+_ROUNDS = (peer.Collect, peer.InventoryUp, peer.PlanDown, peer.PlanAck, peer.Go, peer.RoundLost, peer.NeedRound)
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _Receive = Callable[[Incarnation, str, Any], None]  # with the peer's host and its message
 _Answer = local.Message | Reply  # a reply has descriptors
@@ -127,7 +130,7 @@ class Agent:
         closings = Closings(membership, self.pledges, events.log)
         self._replicas = replicas = Replicas(store, trainings, filling, outlines, rejections, closings)
 
-        choice = TierChoice(settings, identity.uid, membership)
+        self._choice = choice = TierChoice(settings, identity.uid, membership)
         keeps = NamedVersions(context, self.pledges, rejections, choice, wanted=self._keep_wanted)
         writer = NodeWriter(context, store)
         saver = Saver(context, trainings, choice, keeps, rejections, writer, salvaging=lambda: self.salvage.busy)
@@ -170,7 +173,7 @@ class Agent:
             self.transfers,
             tier,
             self.service,
-            self.controller_link,
+            Coordinator(context, replicas, tier, self.controller_link, self._predecessor),
             self._predecessor,
         )
         self._retention = Retention(context, store.budget, tier, self._announce_end, clock.monotonic())
@@ -212,6 +215,7 @@ class Agent:
         """Return the receiver of each type of message from a peer."""
         outlines, keeps, salvage = self._replicas.outlines, self.keeps, self.salvage
         receivers: list[tuple[_Receive, Sequence[type[Message]]]] = [
+            (lambda incarnation, host, m: incarnation.step(Heard(host, m)), _ROUNDS),
             (self.trainings.on_message, (peer.VoteUp, peer.DecisionDown)),
             (self.launches.on_message, (peer.Launch,)),
             (self._sick.on_message, (peer.RankEnded, peer.FailedFirst, peer.Unhealthy)),
@@ -289,8 +293,8 @@ class Agent:
                 self._stop_watching(now)
                 self._good_end.check_doubt()
                 continue
-            if self.membership.incarnation is not None:
-                self.membership.incarnation.rounds.tick(now)
+            if (incarnation := self.membership.incarnation) is not None:
+                incarnation.step(Tick(now, incarnation.mesh.list_linked()))
             self.member.tend()
             self.keeps.tend(now)
             self.transfers.incoming.tend()
@@ -396,7 +400,7 @@ class Agent:
         bound_s = max(0.2, identity.settings.attach_timeout_s - 0.5)
         try:
             async with asyncio.timeout(bound_s):
-                await incarnation.rounds.wait_live(None)
+                await incarnation.wait_live()
         except TimeoutError:
             map_file.end_wait(identity.directory)
             absent = await incarnation.find_absent(_LOOK_S)
@@ -411,7 +415,7 @@ class Agent:
     def _begin_incarnation(self, m: local.Attach, view: View) -> Incarnation:
         incarnation = self._enter_incarnation(m, view, begun=True)
         if incarnation.leads:
-            incarnation.rounds.begin_round("")
+            incarnation.step(Begin(""))
         self._spawn(self._waker.summon_absent(incarnation))
         return incarnation
 
@@ -426,7 +430,7 @@ class Agent:
         identity, membership, hosts = self.identity, self.membership, view.hosts
         before = membership.incarnation
         expected: tuple[str, ...] = ()
-        rounds = RecoveryRounds(self.member, identity.node, hosts, self._spawn)
+        rounds = RecoveryRounds(identity.node, identity.instance, hosts, self._choice.accepts)
         same = before is not None and before.restart == m.restart and bool(view.lost)
         if before is not None:
             expected = tuple(h for h in before.hosts if h not in before.mesh.dead)
@@ -441,7 +445,7 @@ class Agent:
         self._retention.note_attach()
         self._good_end.forget_end()
         mesh = Mesh(identity, m.restart, hosts, self, self._complain, expected=expected, lost=m.lost)
-        membership.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
+        membership.incarnation = incarnation = Incarnation(m, view, mesh, rounds, self.member.perform)
         if begun:
             self.member.store_attach(m)  # written to disk before any peer or the controller learns of it
         mesh.want(mesh.list_ring_neighbours())
@@ -540,7 +544,7 @@ class Agent:
         """Handle a new link to a peer."""
         incarnation = self.membership.incarnation
         assert incarnation is not None  # the link belongs to it
-        incarnation.rounds.on_link(host)
+        incarnation.step(Linked(host))
         self.trainings.on_link(incarnation, host)
         self.launches.on_link(incarnation, host)
         self._replicas.outlines.on_link(host)
@@ -550,8 +554,6 @@ class Agent:
         """Handle a message of a peer."""
         incarnation = self.membership.incarnation
         assert incarnation is not None
-        if incarnation.rounds.on_message(host, message):
-            return
         if (receive := self._receivers.get(type(message))) is not None:
             receive(incarnation, host, message)
 

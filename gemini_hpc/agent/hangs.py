@@ -167,7 +167,7 @@ class Hangs:
         self._log("hung", version=standing.least.version, detail=f"{what}; {stack}")
         if incarnation.rounds.round != number or self._membership.training is not incarnation or not training.hung:
             return
-        launched = self._launches.record_hang(incarnation.rounds.step, rank, what)
+        launched = self._launches.record_hang(incarnation.rounds.launch, rank, what)
         if not launched and client is not None and rank in training.restarts:
             client.signal(signal.SIGKILL)
 

@@ -133,7 +133,7 @@ class Launches:
         """Wait until the knowledge of steps changes, or the stage of the recovery round."""
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._changed.wait())]
         if self._membership.incarnation is not None:
-            waits.append(asyncio.ensure_future(self._membership.incarnation.rounds.wait_for_change()))
+            waits.append(asyncio.ensure_future(self._membership.incarnation.changed.wait()))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.context import AgentContext
+from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas.replicas import Replicas
 from gemini_hpc.agent.replicas.training import Training
@@ -164,19 +165,20 @@ class Sessions:
         if membership.incarnation is None or membership.detached:
             raise RequestRejected("this node has no part in a running incarnation of the job")
         await self._wait_for_earlier_process(m)
-        rounds = membership.incarnation.rounds
+        incarnation = membership.incarnation
+        rounds = incarnation.rounds
         if not m.rejoin:
             try:
                 async with asyncio.timeout(_ROUND_S):
-                    await self._wait_for_round(rounds, m)
+                    await self._wait_for_round(incarnation, m)
                     if not rounds.unseen and self._may_be_stored(rounds, self._derive_training_name(m)):
-                        await self._wait_for_tier_round(rounds, m)
+                        await self._wait_for_tier_round(incarnation, m)
             except TimeoutError:
                 why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
                 raise RequestRejected(f"the agents did not agree in time{why}") from None
             if rounds.unseen:
                 raise RequestRejected(rounds.unseen, later=True)
-        elif not await self._may_rejoin(rounds, m):
+        elif not await self._may_rejoin(incarnation, m):
             raise RequestRejected("the job has gone on without this process")
         if client.closed.is_set():
             raise RequestRejected("closed")
@@ -268,16 +270,17 @@ class Sessions:
         chosen = any(s.name == name and s.chosen is not None for s in plan.trainings)
         return not chosen and any(closed.training == name for closed in plan.closed)
 
-    async def _wait_for_tier_round(self, rounds: RecoveryRounds, m: local.Hello) -> None:
+    async def _wait_for_tier_round(self, incarnation: Incarnation, m: local.Hello) -> None:
         """Wait for another round of this launch that looks at the tier."""
+        rounds = incarnation.rounds
         before = rounds.round
         while rounds.stage != "live" or rounds.round == before:
             self._membership.doubt = True
             if rounds.stage == "live":
-                rounds.request_round(before, m.step, True, m.tier)
+                incarnation.step(peer.NeedRound(before, m.step, True, m.tier))
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await rounds.wait_for_change()
+                    await incarnation.changed.wait()
 
     async def _wait_for_earlier_process(self, m: local.Hello) -> None:
         """Wait briefly until an earlier process of this rank has left: it may just have been killed."""
@@ -295,25 +298,27 @@ class Sessions:
                 )
             await asyncio.sleep(0.02)
 
-    async def _may_rejoin(self, rounds: RecoveryRounds, m: local.Hello) -> bool:
+    async def _may_rejoin(self, incarnation: Incarnation, m: local.Hello) -> bool:
         """Return whether the round that a process trains in is live.
 
         A restarted agent may know that the round was agreed on, but must learn from its peers that all agents know
         so.
         """
+        rounds = incarnation.rounds
         with suppress(TimeoutError):
             async with asyncio.timeout(_REJOIN_S):
                 while rounds.stage == "planned":
-                    await rounds.wait_for_change()
-        return rounds.stage == "live" and rounds.step == m.step
+                    await incarnation.changed.wait()
+        return rounds.stage == "live" and rounds.launch == m.step
 
-    async def _wait_for_round(self, rounds: RecoveryRounds, m: local.Hello) -> None:
+    async def _wait_for_round(self, incarnation: Incarnation, m: local.Hello) -> None:
         """Wait for the round that serves this launch. Request a round if the launch is new."""
-        await rounds.wait_live(None)
+        await incarnation.wait_live()
+        rounds = incarnation.rounds
         training = self._trainings.get(self._derive_training_name(m))
         again = training is not None and m.rank in training.greeted
         chooses = self._tier.accepts(m.tier)
-        if rounds.step == m.step and not again and not rounds.unseen and not chooses:
+        if rounds.launch == m.step and not again and not rounds.unseen and not chooses:
             return
         deadline = clock.monotonic() + _OTHER_LAUNCH_S
         while others := self._list_steps() - {m.step}:
@@ -321,21 +326,21 @@ class Sessions:
                 raise RequestRejected(f"another training of this job is running (step {', '.join(sorted(others))})")
             await asyncio.sleep(0.02)
         before = rounds.round
-        need_new = again or chooses or bool(rounds.step or rounds.unseen)
+        need_new = again or chooses or bool(rounds.launch or rounds.unseen)
         patient_until = clock.monotonic() + _CHOICE_S
         while True:
             # a root of another software version may not know tier choices
             if chooses and clock.monotonic() > patient_until:
                 chooses, need_new = False, again or bool(rounds.unseen)
-            if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
+            if rounds.stage == "live" and rounds.launch == m.step and (rounds.round > before or not need_new):
                 return
             if rounds.stage == "live":
-                rounds.request_round(rounds.round, m.step, again, m.tier)
-            if rounds.stage == "live" and rounds.step == m.step and not need_new:
+                incarnation.step(peer.NeedRound(rounds.round, m.step, again, m.tier))
+            if rounds.stage == "live" and rounds.launch == m.step and not need_new:
                 return
             try:
                 async with asyncio.timeout(1.0):  # the request may be lost with a link: repeat it
-                    await rounds.wait_for_change()
+                    await incarnation.changed.wait()
             except TimeoutError:
                 continue
 

@@ -82,7 +82,7 @@ class SickNodes:
         """
         least = standing.least
         if least.reached != standing.most.reached or not least.runs:
-            step = f"hang in {incarnation.rounds.step}"[:_STEP_CHARS]
+            step = f"hang in {incarnation.rounds.launch}"[:_STEP_CHARS]
             m = peer.RankEnded(step, incarnation.rounds.round, least.host, least.rank, Cause.HUNG, least.version)
             self._pass_end(incarnation, m)
 

@@ -42,7 +42,7 @@ class Wake:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(AFTER_S):
-                    await incarnation.rounds.wait_live(None)
+                    await incarnation.wait_live()
                     return
             if self._membership.incarnation is not incarnation or self._membership.detached:
                 return

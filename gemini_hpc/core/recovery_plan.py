@@ -86,7 +86,8 @@ class TrainingPlan:
     `outcome` is one of:
 
     - `chosen`: `chosen` is the stamp to load and `world` its number of training ranks. `shards` has one copy per
-      rank in rank order (for its digest, sizes and home). `pulls` are the shards to move, `made` the shards and
+      rank in rank order (for its digest, sizes and home). `holders` names the hosts of each shard's trusted copies,
+      or the host that rebuilds the shard. `pulls` are the shards to move, `made` the shards and
       parities to rebuild. `keep` are the stamps that a holder does not void: the chosen stamp and the stamp to fall
       back on, if any. `sealed` is the stamp that counts as sealed, in R1 and before the next optimizer step, until
       the new root's first decision. `sealed` is the chosen stamp or an earlier one.
@@ -105,6 +106,7 @@ class TrainingPlan:
     sealed: Stamp | None = None
     newest: bool = True  # no newer stamp is known to be sealed
     made: tuple[RebuiltCopy, ...] = ()
+    holders: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,8 +412,9 @@ def _plan_training(
         if not whole:  # it could never be sealed, so newer versions must be allowed to replace it
             settled = chosen
     newest = chosen >= max(sealed, default=chosen)
+    holders = tuple(tuple(sorted(where.get(shard.rank, [by_rank[shard.home % N]]))) for shard in shards)
     return TrainingPlan(
-        name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled, newest, tuple(again)
+        name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled, newest, tuple(again), holders
     )
 
 

@@ -11,12 +11,16 @@ import pytest
 from gemini_hpc.agent.peers import failure_domains
 from gemini_hpc.agent.peers.failure_domains import FailureDomains
 from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.peers.round_events import Decide
+from gemini_hpc.agent.peers.round_plan import JobFacts, make_plan
 from gemini_hpc.core.domains import MAX_SHARED, Separation, Shared
 from gemini_hpc.core.placement import AS_RANKED, PlacementOrder
+from gemini_hpc.core.views import View
 from gemini_hpc.wire import peer
+from gemini_hpc.wire.local import Attach
+from gemini_hpc.wire.stored import Tier
 
-from .test_agreed_map import Host
+from .test_agreed_map import record
 
 HOSTS = ("n1", "n2", "n3", "n4")
 
@@ -66,20 +70,8 @@ def test_a_file_system_that_is_away_holds_no_round_up(monkeypatch: pytest.Monkey
 
 def planned(domains: dict[str, str], replicas: int = 2) -> peer.PlanDown:
     """Of the first round of a job on n1 to n4."""
-
-    async def run() -> peer.PlanDown:
-        host = Host("n1")
-        host.wanted, host.replicas, host.domains = 4, replicas, domains
-        spawned: list[asyncio.Task[None]] = []
-        rounds = RecoveryRounds(host, "n1", HOSTS, lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin_round("")
-        await asyncio.gather(*spawned)
-        for child in HOSTS[1:]:
-            rounds.on_message(child, peer.InventoryUp(1, (await Host(child).build_inventory(),)))
-        assert rounds.plan is not None
-        return rounds.plan
-
-    return asyncio.run(run())
+    facts = JobFacts(Attach(7, 0, "n[1-4]", "n1", replicas), View(HOSTS), domains)
+    return make_plan(facts, Decide(1, "", tuple(map(record, HOSTS)), search=True), (), (), Tier())[0]
 
 
 def test_a_plan_keeps_racks_apart() -> None:

@@ -49,7 +49,7 @@ class Node:
         self.training = Training("default")
         rounds = SimpleNamespace(
             round=3,
-            step="7.0",
+            launch="7.0",
             parent=names[rank - 1] if rank else None,
             children=tuple(names[rank + 1 : rank + 2]),
         )

@@ -44,12 +44,12 @@ class Net:
     def _incarnation(self, at: int) -> Any:
         name, names = self.names[at], self.names
         rounds = SimpleNamespace(
-            wait_for_change=asyncio.Event().wait,
             parent=names[at - 1] if at else None,
             children=tuple(names[at + 1 : at + 2]),
         )
         return SimpleNamespace(
             rounds=rounds,
+            changed=asyncio.Event(),
             leads=at == 0,
             view=View(tuple(names)),
             send=lambda host, message: self.sent.append((name, host, message)),

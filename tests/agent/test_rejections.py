@@ -32,9 +32,10 @@ class Agent:
         self.rejections = Rejections(pledges, self.log)
         self.tier = SimpleNamespace(directory="/tier")
         rounds: Any = SimpleNamespace(stage="live", round=3, parent=None if root else "n0", children=("n2",))
+        attach, view, unused = Attach(7, 0, "n[0-2]", "n1", 2), View(("n0", "n1", "n2")), cast(Any, None)
         mesh: Any = SimpleNamespace(send=self.send)
         membership = Membership()
-        membership.incarnation = Incarnation(Attach(7, 0, "n[0-2]", "n1", 2), View(("n0", "n1", "n2")), mesh, rounds)
+        membership.incarnation = Incarnation(attach, view, mesh, rounds, unused)
         context = made_context(membership, log=self.log)
         self.keeps = NamedVersions(context, pledges, self.rejections, cast(Any, self.tier), wanted=lambda: None)
 

@@ -101,7 +101,8 @@ class Agent:
         self.tasks: list[asyncio.Task[Any]] = []
         me: Any = self
         self.membership = Membership()
-        self.membership.incarnation = Incarnation(Attach(12, 0, "", node, net.m), View(net.hosts), me, rounds)
+        attach = Attach(12, 0, "", node, net.m)
+        self.membership.incarnation = Incarnation(attach, View(net.hosts), me, rounds, me)
         self.membership.noderanks = self.position
         rejections: Any = SimpleNamespace(is_rejected=lambda name, stamp: stamp in net.rejected)
         context = made_context(self.membership, node, job=12, log=me.log, spawn=me.spawn)

@@ -56,11 +56,11 @@ class World:
 
     async def watch(self, seconds: float = 6 * LIMIT_S) -> bool:
         """Whether the rank has been ended after so long."""
-        membership, mesh = Membership(), cast(Any, self.mesh)
+        membership, mesh, unused = Membership(), cast(Any, self.mesh), cast(Any, None)
         membership.detached = self.detached
         if self.attached:
             attach = Attach(7, 0, ",".join(self.hosts), "n1", 2)
-            membership.incarnation = Incarnation(attach, View(self.hosts), mesh, cast(Any, None))
+            membership.incarnation = Incarnation(attach, View(self.hosts), mesh, unused, unused)
         trainings: Any = [SimpleNamespace(present={0: self.rank})]
         fence = SelfFence(
             made_context(

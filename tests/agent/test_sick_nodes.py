@@ -50,7 +50,7 @@ class Net:
         for at, name in enumerate(NAMES):
             children = NAMES[at + 1 : at + 2]
             rounds = SimpleNamespace(
-                parent=NAMES[at - 1] if at else None, children=children, round=3 + restart, step="7.0"
+                parent=NAMES[at - 1] if at else None, children=children, round=3 + restart, launch="7.0"
             )
             self.incarnations[name] = self.memberships[name].incarnation = SimpleNamespace(  # type: ignore[assignment]
                 restart=restart,

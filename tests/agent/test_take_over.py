@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
 from gemini_hpc.agent.peers import round_plan
-from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
-from gemini_hpc.agent.peers.round_plan import PredecessorState, take_over
+from gemini_hpc.agent.peers.round_plan import JobFacts, PredecessorState, take_over
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.placement import list_holders
 from gemini_hpc.core.recovery_plan import compute_first_epoch
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier.errors import TierFailed
+from gemini_hpc.core.views import View
 from gemini_hpc.tier.version import VersionManifest
 from gemini_hpc.wire import peer
-from gemini_hpc.wire.stored import NodeFile, Rejection, Stored
+from gemini_hpc.wire.local import Attach
+from gemini_hpc.wire.stored import Rejection
 
-from .test_agreed_map import Host
+from .test_agreed_map import Alone, manifest
 
 HOSTS = ("n0", "n1", "n2")
 OLD, NEW = Stamp(130, 7), Stamp(130, 8)  # a job that was requeued twice
@@ -57,13 +55,8 @@ def empty(hosts: tuple[str, ...] = HOSTS, rejected: tuple[Rejection, ...] = ()) 
 def taken(
     found: PredecessorState, hosts: tuple[str, ...] = HOSTS, plan: peer.PlanDown | None = None
 ) -> peer.PlanDown:
-    options: dict[str, Any] = {"restart": 0, "job": 18, "noderanks": None, "parity": 0, "by_host": {}}
-    return take_over(plan or empty(hosts), found, hosts, 2, nodes=len(hosts), **options)
-
-
-def manifest(stamp: Stamp) -> VersionManifest:
-    shards = tuple(Stored(rank, rank, 8192, 5000, "0" * 32) for rank in range(3))
-    return VersionManifest(17, "default", stamp, 3, 0.0, (NodeFile("node-0000.h5", 64, shards),))
+    facts = JobFacts(Attach(18, 0, "", hosts[0], 2), View(hosts), {})
+    return take_over(plan or empty(hosts), found, facts, None)
 
 
 def test_every_holder_pulls_its_copies_from_its_own_node_first() -> None:
@@ -108,9 +101,9 @@ def test_what_was_found_bad_is_not_taken() -> None:
 
 
 def test_the_tier_where_it_is_newer() -> None:
-    older = taken(PredecessorState(17, left().records, (manifest(OLD),)))
+    older = taken(PredecessorState(17, left().records, (manifest(OLD, 3),)))
     assert not older.trainings[0].stored and older.trainings[0].chosen == Stamp(0, 8)
-    newer = taken(PredecessorState(17, left().records, (manifest(Stamp(131, 2)),)))
+    newer = taken(PredecessorState(17, left().records, (manifest(Stamp(131, 2), 3),)))
     (found,) = newer.trainings
     assert found.stored and found.chosen == found.sealed == Stamp(0, 2) and newer.takeover is not None
     assert newer.takeover.find_origin("default", Stamp(0, 2)) == Stamp(131, 2)
@@ -130,66 +123,37 @@ def test_steps_after_the_version_that_is_taken_are_known() -> None:
     assert taken(PredecessorState(17)).stop == peer.Stop()
 
 
-class Heir(Host):
-    """One agent of a job that goes on from job 17."""
-
-    after = 17
-
-    def __init__(self, name: str, found: PredecessorState, stored: list[VersionManifest] | None = None) -> None:
-        super().__init__(name)
-        self.found, self.manifests, self.asked = found, stored, 0
-
-    async def gather_predecessor_state(self) -> PredecessorState:
-        self.asked += 1
-        return self.found
-
-    async def find_stored(
-        self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
-    ) -> tuple[VersionManifest, ...]:
-        assert before, "a job that has just begun has nothing of its own there"
-        if self.manifests is None:
-            raise TierFailed("not mounted")
-        return tuple(m for m in self.manifests if (m.training, m.stamp) not in without)[:1]
-
-
-def first_round(host: Heir) -> peer.PlanDown:
-    async def run() -> peer.PlanDown:
-        spawned: list[asyncio.Task[None]] = []
-        rounds = RecoveryRounds(host, "n0", ("n0",), lambda c: spawned.append(asyncio.create_task(c)))
-        rounds.begin_round("")
-        while spawned:
-            await spawned.pop(0)
-        assert rounds.plan is not None and rounds.stage == "live"
-        return rounds.plan
-
-    host.replicas = host.wanted = 1
-    return asyncio.run(run())
+def heir(found: PredecessorState, stored: list[VersionManifest] | None = None) -> Alone:
+    """The agent of a job on one node that goes on from job 17."""
+    host = Alone("n0", after=17)
+    host.left, host.stored = found, stored
+    return host
 
 
 def test_the_first_round_asks_the_predecessor() -> None:
-    host = Heir("n0", left(), [])
-    plan = first_round(host)
+    host = heir(left(), [])
+    plan = host.plan()
     assert host.asked == 1 and plan.trainings[0].chosen == Stamp(0, 8) and not plan.unseen
 
 
 def test_a_tier_that_cannot_be_seen_is_waited_for_unless_memory_serves() -> None:
-    assert first_round(Heir("n0", left())).trainings[0].chosen == Stamp(0, 8)
-    plan = first_round(Heir("n0", PredecessorState(17, why="nobody")))
+    assert heir(left()).plan().trainings[0].chosen == Stamp(0, 8)
+    plan = heir(PredecessorState(17, why="nobody")).plan()
     assert plan.unseen == "not mounted" and plan.takeover is not None and plan.takeover.lost == "nobody"
 
 
 def test_versions_that_cannot_be_read_are_passed_over() -> None:
-    host = Heir("n0", PredecessorState(17), [manifest(NEW), manifest(OLD)])
-    host.older = peer.InventoryRecord(
+    host = heir(PredecessorState(17), [manifest(NEW, 3), manifest(OLD, 3)])
+    host.record = peer.InventoryRecord(
         "n0", {"n0": 0}, 0, 1, (), (), 1, "i", unreadable=(("default", Stamp(0, 8)),), unbroken=True
     )
-    plan = first_round(host)
+    plan = host.plan()
     assert plan.trainings[0].chosen == Stamp(0, 7) and plan.trainings[0].stored
-    assert round_plan.is_unwanted("default", NEW, (), host.older.unreadable)
+    assert round_plan.is_unwanted("default", NEW, (), host.record.unreadable)
 
 
 def test_what_is_its_own_goes_first() -> None:
-    host = Heir("n0", left(), [])
+    host = heir(left(), [])
     own = Copy("default", 0, 1, 0, 8192, 5000, Stamp(1, 3), "x")
-    host.older = peer.InventoryRecord("n0", {"n0": 0}, 0, 1, (own,), (), 1, "i", unbroken=True)
-    assert first_round(host).trainings[0].chosen == Stamp(1, 3) and host.asked == 0
+    host.record = peer.InventoryRecord("n0", {"n0": 0}, 0, 1, (own,), (), 1, "i", unbroken=True)
+    assert host.plan().trainings[0].chosen == Stamp(1, 3) and host.asked == 0

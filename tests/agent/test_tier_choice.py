@@ -20,7 +20,7 @@ from gemini_hpc.wire.stored import Tier
 def choice(submitted: str = "", interval_s: TierInterval = 0, *, site: str = "") -> TierChoice:
     membership, unused = Membership(), cast(Any, None)
     attach = Attach(7, 0, "n1", "n1", 1, submitted, interval_s)
-    membership.incarnation = Incarnation(attach, View(("n1",)), unused, unused)
+    membership.incarnation = Incarnation(attach, View(("n1",)), unused, unused, unused)
     return TierChoice(Settings(tier=site, tier_interval_s=600.0), 0, membership)
 
 

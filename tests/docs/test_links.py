@@ -241,7 +241,8 @@ def test_every_event_is_documented() -> None:
     named = set(re.findall(r"`([a-z_]+)`", "\n".join(items)))
     sources = "\n".join(path.read_text() for path in sorted((ROOT / "gemini_hpc").rglob("*.py")))
     assert all(f'"{name}"' in sources for name in named)
-    call = r"\b(?:self|agent|rescue|_agent|_host|client|_client|helper)\.(?:log|_log|say|_say|_once|_note|event)\(\s*"
+    owner = r"\b(?:self|agent|rescue|_agent|events|client|_client|helper)"
+    call = owner + r"\.(?:log|_log|Log|say|_say|_once|_note|event)\(\s*"
     events = "\n".join(text for part in ("agent", "controller", "node", "train") for text in texts_of(part))
     told = set(re.findall(call + r'"([a-z_]+)"\s*[,)]', events))
     assert len(told) > 20

@@ -21,11 +21,13 @@ from typing import Any, cast
 
 import msgspec
 
+from gemini_hpc.agent.coordinator import Coordinator
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.identity import AgentIdentity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.peers.round_events import AdmitRanks, Begin, Decide, Effect, Heard, Linked, StorePlan, Tick
 from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.agent.replicas.closings import Closings
@@ -154,29 +156,31 @@ class Node:
         trainings, transfers, spawn = cast(Any, _Sets()), cast(Any, _Transfers()), cast(Any, self.jobs.append)
         tier = TierChoice(self.identity.settings, 0, self.membership)
         context = AgentContext(self.identity, self.membership, cast(Any, self), spawn)
+        replicas: Any = SimpleNamespace(
+            store=self.store,
+            trainings=trainings,
+            rejections=self.rejections,
+            closings=Closings(self.membership, pledges, self.log),
+        )
+        parts: Any = SimpleNamespace(saver=still, salvage=still, choice=tier)
+        predecessor = Predecessor(context, still)
+        coordinator = LoneCoordinator(context, replicas, parts, still, predecessor)
+        coordinator.domains.by_host = cluster.domains
         self.member = cluster.member(
             context,
             self.state,
-            cast(
-                Any,
-                SimpleNamespace(
-                    store=self.store,
-                    trainings=trainings,
-                    rejections=self.rejections,
-                    closings=Closings(self.membership, pledges, self.log),
-                ),
-            ),
+            replicas,
             transfers,
-            cast(Any, SimpleNamespace(saver=still, salvage=still, choice=tier)),
+            parts,
             service=still,
-            controller=still,
-            predecessor=Predecessor(context, still),
+            coordinator=coordinator,
+            predecessor=predecessor,
         )
         self.member.node = self
-        self.rounds = cluster.rounds(self.member, name, cluster.hosts, self.jobs.append, FANOUT)
+        self.rounds = cluster.rounds(name, self.instance, cluster.hosts, tier.accepts, FANOUT)
         self.attach = local.Attach(JOB, 1, ",".join(cluster.hosts), name, REPLICAS)
         mesh: Any = _Mesh(self.send)
-        self.incarnation = Incarnation(self.attach, View(cluster.hosts), mesh, self.rounds)
+        self.incarnation = Incarnation(self.attach, View(cluster.hosts), mesh, self.rounds, self.member.perform)
         self.membership.incarnation = self.incarnation
 
     def start(self) -> None:
@@ -189,7 +193,7 @@ class Node:
             return
         self.member.store_attach(self.attach)
         if self.rounds.parent is None:
-            self.rounds.begin_round("")
+            self.incarnation.step(Begin(""))
 
     def send(self, host: str, message: Message) -> bool:
         return self.cluster.send(self.node, host, message)
@@ -203,35 +207,27 @@ class SimulatedMember(RecoveryMember):
 
     node: Node
 
-    @property
-    def domains(self) -> dict[str, str]:
-        return self.node.cluster.domains
-
-    async def gather_outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
-        return ()
-
-    def apply_plan(self, plan: peer.PlanDown) -> None:
-        keep = {(s.name, stamp) for s in plan.trainings for stamp in s.keep}
-        held = self.node.store.held
-        held[:] = [c for c in held if (c.training, c.stamp) in keep]
-        super().apply_plan(plan)
-        self.node.cluster.took(self.node, plan)
-
-    def admit_ranks(self, plan: peer.PlanDown) -> None:
-        super().admit_ranks(plan)
-        self.node.cluster.opened(self.node, plan)
+    def perform(self, incarnation: Incarnation, effect: Effect) -> None:
+        node, cluster = self.node, self.node.cluster
+        if isinstance(effect, Decide):
+            cluster.counted[effect.round] = {(r.host, r.instance) for r in effect.records}
+        super().perform(incarnation, effect)
+        if isinstance(effect, StorePlan) and not effect.live:
+            keep = {(s.name, stamp) for s in effect.plan.trainings for stamp in s.keep}
+            node.store.held[:] = [c for c in node.store.held if (c.training, c.stamp) in keep]
+            cluster.took(node, effect.plan)
+        elif isinstance(effect, AdmitRanks):
+            cluster.opened(node, effect.plan)
 
     def _write_map(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
         self.node.cluster.effect(self.node.node)
 
 
-class CountedRounds(RecoveryRounds):
-    """The production ones; the coordinator tells the cluster on whom its plan counts."""
+class LoneCoordinator(Coordinator):
+    """The production one; nothing is outside of this cluster."""
 
-    def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
-        node = cast(SimulatedMember, self._host).node
-        node.cluster.counted[self.round] = {(r.host, r.instance) for r in records}
-        return super()._decide(records)
+    async def _search_outside(self, incarnation: Incarnation, order: Decide) -> Decide:
+        return order
 
 
 class Cluster:
@@ -242,7 +238,7 @@ class Cluster:
         size: int,
         seed: int,
         *,
-        rounds: type[RecoveryRounds] = CountedRounds,
+        rounds: type[RecoveryRounds] = RecoveryRounds,
         member: type[SimulatedMember] = SimulatedMember,
         full: bool = False,
         rejects: bool = False,
@@ -327,7 +323,7 @@ class Cluster:
             self.late[way].clear()
         for me, other in ends:
             if edge in self.up and me in self.nodes:
-                self._act(me, lambda me=me, other=other: self.nodes[me].rounds.on_link(other))  # type: ignore[misc]
+                self._act(me, lambda me=me, other=other: self.nodes[me].incarnation.step(Linked(other)))  # type: ignore[misc]
 
     def _crash(self, name: str) -> None:
         for edge in self.edges:
@@ -388,7 +384,7 @@ class Cluster:
     def settled(self) -> bool:
         """All agents are live in one round, for the launch that asked last."""
         seen = {
-            (n.rounds.round, n.rounds.stage, n.rounds.step if self.launch else self.launch)
+            (n.rounds.round, n.rounds.stage, n.rounds.launch if self.launch else self.launch)
             for n in self.nodes.values()
         }
         return len(self.nodes) == len(self.hosts) and len(seen) == 1 and next(iter(seen))[1:] == ("live", self.launch)
@@ -444,10 +440,10 @@ class Cluster:
             self._doomed = name, self.rng.randrange(8)
         if kind == "message":
             message = self.ways[what].popleft()
-            self._act(name, lambda: self.nodes[name].rounds.on_message(what[0], cast(protocol.AnyMessage, message)))
+            self._act(name, lambda: self.nodes[name].incarnation.step(Heard(what[0], message)))
         elif kind == "late":
             message = self.late[what].popleft()
-            self._act(name, lambda: self.nodes[name].rounds.on_message(what[0], cast(protocol.AnyMessage, message)))
+            self._act(name, lambda: self.nodes[name].incarnation.step(Heard(what[0], message)))
         elif kind == "job":
             job = self.nodes[name].jobs.popleft()
             self._act(name, lambda: _finish(job))
@@ -476,10 +472,11 @@ class Cluster:
     def _tick(self, name: str) -> None:
         node = self.nodes[name]
         node.member.tend()
-        node.rounds.tick(self.now)
+        linked = {b if a == name else a for a, b in self.up if name in (a, b)}
+        node.incarnation.step(Tick(self.now, linked))
         rounds = node.rounds
-        if self.launch and rounds.stage == "live" and rounds.step != self.launch:
-            rounds.request_round(rounds.round, self.launch, again=False)
+        if self.launch and rounds.stage == "live" and rounds.launch != self.launch:
+            node.incarnation.step(peer.NeedRound(rounds.round, self.launch, again=False))
 
     def _save(self) -> None:
         """Training goes on where all are live: each holder has a new version."""
@@ -534,7 +531,7 @@ class Cluster:
     def picture(self) -> dict[str, tuple[int, str, str, str]]:
         """Where each agent is, and why."""
         rounds = {h: n.rounds for h, n in self.nodes.items()}
-        return {h: (r.round, r.stage, r.step, r.trouble) for h, r in rounds.items()}
+        return {h: (r.round, r.stage, r.launch, r.trouble) for h, r in rounds.items()}
 
 
 def _finish(job: Coroutine[object, object, None]) -> None:

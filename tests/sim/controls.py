@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.agent.coordinator import Coordinator
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
@@ -140,13 +141,13 @@ def nothing_is_voided() -> None:
 @control
 def epochs_stand_still() -> None:
     """R6: a version after a recovery bears the name of one before it."""
-    decide = RecoveryRounds._decide
+    decide = Coordinator._make_plan
 
-    def decided(self: Any, records: Any) -> Any:
-        plan, sure = decide(self, records)
+    def decided(self: Any, *given: Any) -> Any:
+        plan, sure = decide(self, *given)
         return msgspec.structs.replace(plan, epoch=1), sure
 
-    patch(RecoveryRounds, "_decide", decided)
+    patch(Coordinator, "_make_plan", decided)
 
 
 @control
@@ -165,11 +166,9 @@ def go_without_acknowledgements() -> None:
     """R4: agents are live before all have taken the plan."""
     acknowledged = RecoveryRounds._finish_planning
 
-    def at_once(self: Any) -> None:
-        if self.parent is None and self.stage == "planned":
-            self._begin_live()
-        else:
-            acknowledged(self)
+    def at_once(self: Any) -> Any:
+        due = self.parent is None and self.stage == "planned"
+        return self._begin_live() if due else acknowledged(self)
 
     patch(RecoveryRounds, "_finish_planning", at_once)
 
@@ -177,12 +176,12 @@ def go_without_acknowledgements() -> None:
 @control
 def live_is_forgotten() -> None:
     """A successor takes a round for live whose end its predecessor had not heard of."""
-    resume = RecoveryRounds.resume
+    resume = RecoveryRounds._resume
 
-    def resumed(self: Any, plan: Any, *, live: bool, begun: int, step: str) -> None:
-        resume(self, plan, live=plan is not None, begun=begun, step=step)
+    def resumed(self: Any, state: Any) -> Any:
+        return resume(self, msgspec.structs.replace(state, live=state.plan is not None))
 
-    patch(RecoveryRounds, "resume", resumed)
+    patch(RecoveryRounds, "_resume", resumed)
 
 
 @control

@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 
 from gemini_hpc.agent import restart_state
+from gemini_hpc.agent.coordinator import Coordinator
 from gemini_hpc.agent.daemon import Agent
-from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.peers import round_events as events
+from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard
@@ -216,15 +218,12 @@ class Truth:
             state = msgspec.json.decode(where.read_bytes(), type=restart_state.State)
         except OSError:
             state = None
-        promised = False
+        promised, incarnation = False, member._membership.incarnation
         if state is not None and isinstance(message, peer.Collect):
-            promised = member._require_incarnation().rounds.parent is not None or state.begun >= message.round
+            promised = state.begun >= message.round
         elif state is not None and state.plan is not None:
             promised = state.plan.round == message.round and (state.live or not isinstance(message, peer.Go))
-        incarnation = member._membership.incarnation
-        follows = (
-            isinstance(message, peer.Collect) and incarnation is not None and incarnation.rounds.parent is not None
-        )
+        follows = isinstance(message, peer.Collect) and incarnation is not None and not incarnation.leads
         if not promised and not follows and not member._membership.detached:
             self.wrong(f"R4: {member._identity.node} says {type(message).__name__} {message.round}, not on its disk")
 
@@ -245,7 +244,7 @@ class Truth:
 
 
 def _name(member: RecoveryMember, plan: peer.PlanDown) -> Any:
-    return member.restart, plan.round, plan.epoch, tuple(sorted(plan.counted.items()))
+    return member._membership.restart, plan.round, plan.epoch, tuple(sorted(plan.counted.items()))
 
 
 def install(truth: Truth) -> None:
@@ -335,65 +334,47 @@ def _seals(truth: Truth) -> None:
 
 
 def _rounds(truth: Truth) -> None:
-    def stage(was: Any, self: RecoveryRounds, name: str) -> None:
-        if name == "live" and isinstance(self._host, RecoveryMember) and self.plan is not None:
-            truth.lives(self._host, self.plan)
-        was(self, name)
-
-    def decide(was: Any, self: RecoveryRounds, records: tuple[peer.InventoryRecord, ...]) -> Any:
-        plan, sure = was(self, records)
-        truth.decides(records, plan)
+    def decide(was: Any, self: Coordinator, incarnation: Incarnation, order: events.Decide) -> Any:
+        plan, sure = was(self, incarnation, order)
+        truth.decides(order.records, plan)
         return plan, sure
 
-    def go(was: Any, self: RecoveryRounds) -> None:
-        if self.parent is None and isinstance(self._host, RecoveryMember) and self.plan is not None:
-            truth.went.add(_name(self._host, self.plan))
-        was(self)
+    def resume(was: Any, self: RecoveryMember, incarnation: Incarnation, state: restart_state.State) -> None:
+        node, plan = self._identity.node, state.plan
+        known = plan is None or (node, _name(self, plan)) in truth.were_live
+        was(self, incarnation, state)
+        if incarnation.live and not known:
+            truth.wrong(f"R4: {node} is live again in round {incarnation.rounds.round}, and was not before")
 
-    def resume(was: Any, self: RecoveryRounds, plan: peer.PlanDown | None, **named: Any) -> None:
-        here = self._host
-        known = (
-            plan is None
-            or not isinstance(here, RecoveryMember)
-            or (here._identity.node, _name(here, plan)) in truth.were_live
-        )
-        was(self, plan, **named)
-        if self.stage == "live" and not known:
-            truth.wrong(f"R4: {self._name} is live again in round {self.round}, and was not before")
-
-    def apply(was: Any, self: RecoveryMember, plan: peer.PlanDown) -> None:
-        was(self, plan)
-        truth.takes(self, plan)
-        truth.point("planned", self._identity.node)
-
-    def live(was: Any, self: RecoveryMember, plan: peer.PlanDown) -> None:
-        was(self, plan)
-        truth.point("live", self._identity.node)
-
-    def freeze(was: Any, self: RecoveryMember, step: str) -> None:
-        was(self, step)
-        truth.point("collecting", self._identity.node)
-
-    def send(was: Any, self: RecoveryMember, host: str, message: Message) -> bool:
-        truth.says(self, message)
-        sent: bool = was(self, host, message)
-        if isinstance(message, peer.PlanAck):
-            truth.point("acknowledged", self._identity.node)
-        elif isinstance(message, peer.Go):
-            truth.point("go", self._identity.node)
-        return sent
+    def perform(was: Any, self: RecoveryMember, incarnation: Incarnation, effect: events.Effect) -> None:
+        rounds, node = incarnation.rounds, self._identity.node
+        match effect:
+            case events.Send(_, message):
+                truth.says(self, message)
+            case events.AdmitRanks(plan) if incarnation.leads:
+                truth.went.add(_name(self, plan))
+            case events.Change() if rounds.stage == "live" and rounds.plan is not None:
+                truth.lives(self, rounds.plan)
+        was(self, incarnation, effect)
+        match effect:
+            case events.Freeze():
+                truth.point("collecting", node)
+            case events.StorePlan(plan, live=False):
+                truth.takes(self, plan)
+                truth.point("planned", node)
+            case events.AdmitRanks():
+                truth.point("live", node)
+            case events.Send(_, peer.PlanAck()):
+                truth.point("acknowledged", node)
+            case events.Send(_, peer.Go()):
+                truth.point("go", node)
 
     def write(was: Any, self: restart_state.StateFile, state: restart_state.State) -> bool:
         there: bool = was(self, state)
         truth.point("noted", _host())
         return there
 
-    _around(RecoveryRounds, "_enter_stage", stage)
-    _around(RecoveryRounds, "resume", resume)
-    _around(RecoveryRounds, "_begin_live", go)
-    _around(RecoveryRounds, "_decide", decide)
-    _around(RecoveryMember, "apply_plan", apply)
-    _around(RecoveryMember, "admit_ranks", live)
-    _around(RecoveryMember, "freeze", freeze)
-    _around(RecoveryMember, "send", send)
+    _around(Coordinator, "_make_plan", decide)
+    _around(RecoveryMember, "succeed", resume)
+    _around(RecoveryMember, "perform", perform)
     _around(restart_state.StateFile, "write", write)

@@ -4,17 +4,22 @@ told by `Cluster(size, seed, ...)`, `run(faulty)` and `story`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gemini_hpc.agent.peers import recovery_round
+from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.peers.round_events import Effect, Resume
 from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import Rejection
 
-from .cluster import Cluster, CountedRounds, SimulatedMember, Wrong, campaign
+from .cluster import Cluster, SimulatedMember, Wrong, campaign
 
 # size of the job, seeds, events with faults
 _TREES = [
@@ -83,48 +88,44 @@ def test_the_long_campaign_with_full_disks(size: int, seeds: int, faulty: int) -
 # ---- what the campaign finds --------------------------------------------------------------------------------------
 
 
-class ResumesLive(CountedRounds):
+class ResumesLive(RecoveryRounds):
     """A successor that takes part in a round whose end its predecessor had not heard of, as up to November 2026."""
 
-    def resume(self, plan: peer.PlanDown | None, *, live: bool, begun: int, step: str) -> None:
-        super().resume(plan, live=plan is not None, begun=begun, step=step)
+    def _resume(self, state: Resume) -> Iterator[Effect]:
+        return super()._resume(replace(state, live=state.plan is not None))
 
 
-class AcknowledgesOnce(CountedRounds):
+class AcknowledgesOnce(RecoveryRounds):
     """Who is live does not acknowledge the plan again."""
 
-    def _acknowledge(self) -> None:
-        if self.stage != "live":
-            super()._acknowledge()
+    def _acknowledge(self) -> Iterator[Effect]:
+        return iter(()) if self.stage == "live" else super()._acknowledge()
 
 
 class AsBefore(ResumesLive, AcknowledgesOnce):
     """Both."""
 
 
-class AsksOnce(CountedRounds):
+class AsksOnce(RecoveryRounds):
     """What is lost is lost: nothing is said again but on a new link."""
 
-    def tick(self, now: float) -> None:
-        pass
+    def _tick(self, now: float, linked: Set[str]) -> Iterator[Effect]:
+        return iter(())
 
 
-class TakesAnyPlan(CountedRounds):
+class TakesAnyPlan(RecoveryRounds):
     """Also one that counts on the predecessor's copies."""
 
-    def _on_parent_message(self, message: peer.Collect | peer.PlanDown | peer.Go) -> None:
-        if isinstance(message, peer.PlanDown) and message.round == self.round and self.stage == "collect":
-            self._adopt_plan(message)
-        else:
-            super()._on_parent_message(message)
+    def _is_counted(self, plan: peer.PlanDown) -> bool:
+        return True
 
 
 class WritesNoPlan(SimulatedMember):
     """It is acknowledged all the same."""
 
-    def _store_plan(self, plan: peer.PlanDown, *, live: bool) -> None:
-        if live:
-            super()._store_plan(plan, live=live)
+    def _write_changes(self, **changes: Any) -> None:
+        if changes.get("live", True):
+            super()._write_changes(**changes)
 
 
 _BROKEN = [
@@ -133,7 +134,7 @@ _BROKEN = [
     pytest.param(AcknowledgesOnce, SimulatedMember, True, {"stuck"}, marks=pytest.mark.slow),
     pytest.param(AsksOnce, SimulatedMember, False, {"stuck"}, marks=pytest.mark.slow),
     (TakesAnyPlan, SimulatedMember, False, {"counted"}),
-    (CountedRounds, WritesNoPlan, False, {"R4"}),
+    (RecoveryRounds, WritesNoPlan, False, {"R4"}),
 ]
 
 
@@ -198,7 +199,12 @@ def test_a_plan_that_an_agent_of_an_earlier_version_never_acknowledges_is_given_
 
 
 class ForgetsRejections(SimulatedMember):
-    def learn_rejections(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
+    def perform(self, incarnation: Incarnation, effect: Effect) -> None:
+        forgetful: Any = SimpleNamespace(learn=self._learn)
+        self._coordinator._rejections = forgetful
+        super().perform(incarnation, effect)
+
+    def _learn(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         return tuple(found) if self.node.cluster.rng.random() < 0.5 else ()
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from gemini_hpc.agent.coordinator import Coordinator
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
@@ -82,13 +83,13 @@ def _any_map() -> None:
 
 def _memory_first() -> None:
     """What memory has is taken, however old."""
-    decide = RecoveryRounds._decide
+    make_plan = Coordinator._make_plan
 
-    def content(self: RecoveryRounds, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
-        plan, sure = decide(self, records)
+    def content(self: Coordinator, *given: Any) -> tuple[peer.PlanDown, bool]:
+        plan, sure = make_plan(self, *given)
         return plan, sure or any(s.chosen for s in plan.trainings)
 
-    _put(RecoveryRounds, _decide=content)
+    _put(Coordinator, _make_plan=content)
 
 
 def _newest_held(have: dict[str, peer.SalvageHave], rejected: Callable[[str, Stamp], bool]) -> list[peer.Sealed]:

@@ -6,10 +6,13 @@ thus still present, detached, when the job has ended here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.peers.round_events import Effect, Event
 from gemini_hpc.core.views import View
 from gemini_hpc.wire import local
 from gemini_hpc.wire.message import Message
@@ -24,12 +27,26 @@ class Incarnation:
     Attributes:
         attach: The message that began it.
         view: The nodes with which it goes on.
+        perform: Carries out an effect of its rounds.
+        changed: Set for a moment at each change of its round.
     """
 
     attach: local.Attach
     view: View
     mesh: Mesh
     rounds: RecoveryRounds
+    perform: Callable[[Incarnation, Effect], None]
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def step(self, event: Event) -> None:
+        """Carry out the effects of an event on the rounds."""
+        for effect in self.rounds.step(event):
+            self.perform(self, effect)
+
+    async def wait_live(self) -> None:
+        """Wait until a round is over."""
+        while not self.live:
+            await self.changed.wait()
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -225,6 +225,10 @@ class Mesh:
         """Return the partners that are suspected now: silent, or without a link."""
         return self.detector.list_silent(self.links)
 
+    def list_linked(self) -> set[str]:
+        """Return the hosts with a link that messages can be sent on."""
+        return {host for host, link in self.links.items() if not link.closed}
+
     def list_unlinked(self) -> set[str]:
         """Return the partners without a link."""
         return self.detector.partners - set(self.links)

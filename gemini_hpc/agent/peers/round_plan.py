@@ -2,35 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
+from gemini_hpc.agent.peers.round_events import Decide
 from gemini_hpc.core import domains, node_ranks, recovery_plan, sequence
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.placement import PlacementOrder
+from gemini_hpc.core.recovery_plan import Inventory, RecoveryPlan
 from gemini_hpc.core.sequence import Closed
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.views import View
 from gemini_hpc.tier.version import VersionManifest
-from gemini_hpc.wire import peer
-from gemini_hpc.wire.stored import Rejection
+from gemini_hpc.wire import local, peer
+from gemini_hpc.wire.stored import Rejection, Tier
 
 
-def build_trainings(
-    plan: recovery_plan.RecoveryPlan, records: Iterable[peer.InventoryRecord]
-) -> tuple[tuple[peer.PlannedTraining, ...], tuple[peer.PullOrder, ...]]:
+class JobFacts(NamedTuple):
+    """The facts about a job that each plan depends on.
+
+    Attributes:
+        attach: The message that began the incarnation.
+        view: The nodes with which it goes on.
+        by_host: Known failure domains by host.
+    """
+
+    attach: local.Attach
+    view: View
+    by_host: Mapping[str, str]
+
+    @property
+    def m(self) -> int:
+        """Return the number of a shard's holders, not limited by the number of nodes."""
+        return max(1, self.attach.replicas)
+
+    def plan_recovery(self, inventories: Iterable[Inventory], **options: Any) -> RecoveryPlan:
+        """Return `core`'s plan for these inventories."""
+        return recovery_plan.plan_recovery(
+            {inventory.host: inventory for inventory in inventories},
+            self.view.hosts,
+            self.m,
+            nodes=self.view.wanted,
+            parity=self.attach.parity,
+            by_host=self.by_host,
+            **options,
+        )
+
+    def describe_map(self, plan: RecoveryPlan) -> dict[str, Any]:
+        """Return the fields of `PlanDown` that tell the map."""
+        noderanks, ranks, attach = plan.noderanks, plan.order.ranks, self.attach
+        m = min(self.m, len(noderanks))
+        return {
+            "noderanks": noderanks,
+            "map_hash": node_ranks.hash_noderanks(noderanks, attach.job, attach.restart, ranks),
+            "order": ranks,
+            "domains": domains.measure_separation(self.by_host, noderanks, m, plan.order),
+        }
+
+
+def make_plan(
+    facts: JobFacts,
+    order: Decide,
+    rejected: tuple[Rejection, ...],
+    closed: tuple[Closed, ...],
+    tier: Tier,
+) -> tuple[peer.PlanDown, tuple[str, ...], bool]:
+    """Return the plan of a round, warnings, and whether every training in it resumes from its last seal.
+
+    Args:
+        facts: The job's facts.
+        order: The round with all inventories.
+        rejected: All rejected versions.
+        closed: All closed trainings.
+        tier: The program's choice.
+    """
+    records, restart = order.records, facts.attach.restart
+    plan = facts.plan_recovery(
+        [build_inventory(record, partial(is_rejected, rejected)) for record in records],
+        min_epoch=recovery_plan.compute_first_epoch(restart),
+    )
+    found, pulls = build_trainings(plan)
+    trainings = list(found)
+    if not plan.trainings and not plan.survivable:
+        reason = f"all copies are gone with {', '.join(plan.gone)}"
+        trainings.append(peer.PlannedTraining("default", None, (), None, 0, (), (reason,)))
+    for name in sorted({found.training for found in rejected} - {s.name for s in trainings}):
+        reasons = tuple(found.sentence for found in rejected if found.training == name)
+        trainings.append(peer.PlannedTraining(name, None, (), None, 0, (), reasons))
+    own = [record for record in records if record.host in facts.view.hosts]
+    down = peer.PlanDown(
+        round=order.round,
+        step=order.step,
+        epoch=plan.epoch,
+        ports={r.host: r.port for r in records},
+        trainings=tuple(trainings),
+        pulls=pulls,
+        tier=tier,
+        counted={r.host: r.instance for r in own},
+        rejected=rejected,
+        closed=closed,
+        stop=merge_stops(own, plan.noderanks),
+        **facts.describe_map(plan),
+    )
+    # copies of an older incarnation are not the newest if the last one's agents are all gone
+    # nor is the version before a rejected one: the tier may have newer versions
+    known = plan.survivable and plan.latest >= restart - 1 and not rejected
+    # an agent with a plan made without a look at the tier may have forgotten newer versions
+    known = known and not any(record.doubt for record in records)
+    return down, plan.warnings, known and bool(plan.trainings) and all(s.newest for s in plan.trainings)
+
+
+def build_trainings(plan: RecoveryPlan) -> tuple[tuple[peer.PlannedTraining, ...], tuple[peer.PullOrder, ...]]:
     """Return the version each training resumes from, and the copies to pull for it."""
-    records = tuple(records)
     trainings: list[peer.PlannedTraining] = []
     pulls: list[peer.PullOrder] = []
     for s in plan.trainings:
-        keepers = _find_keepers(records, s)
-        makers = {m.copy.rank: m.dest_host for m in s.made if not m.copy.of}
-        copies = tuple(
-            (shard, tuple(sorted(keepers[shard.rank])) or tuple(filter(None, [makers.get(shard.rank)])))
-            for shard in s.shards
-        )
+        copies = tuple(zip(s.shards, s.holders, strict=True))
         lost = tuple(f"shard {x.rank}: {x.reason}" for x in s.lost)
         if s.outcome == "never-sealed":
             lost = ("no version had been sealed yet",)
@@ -69,19 +160,20 @@ def add_stored_versions(plan: peer.PlanDown, stored: Iterable[VersionManifest]) 
     return msgspec.structs.replace(plan, trainings=tuple(trainings.values()), pulls=tuple(pulls), epoch=epoch)
 
 
-def build_inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> recovery_plan.Inventory:
-    """Return a record's inventory without rejected versions."""
+def is_rejected(rejected: Iterable[Rejection], name: str, stamp: Stamp) -> bool:
+    """Return whether one of these rejections covers the version of a training."""
+    return any(found.covers(name, stamp) for found in rejected)
 
-    def is_good(name: str, stamp: Stamp) -> bool:
-        return not any(found.covers(name, stamp) for found in rejected)
 
-    return recovery_plan.Inventory(
+def build_inventory(record: peer.InventoryRecord, is_bad: Callable[[str, Stamp], bool]) -> Inventory:
+    """Return a record's inventory without bad versions."""
+    return Inventory(
         host=record.host,
         noderanks=record.noderanks,
         map_restart=record.map_restart,
-        copies=tuple(c for c in record.copies if is_good(c.training, c.stamp)),
+        copies=tuple(c for c in record.copies if not is_bad(c.training, c.stamp)),
         max_epoch=record.max_epoch,
-        sealed=tuple((name, stamp) for name, stamp in record.sealed if is_good(name, stamp)),
+        sealed=tuple((name, stamp) for name, stamp in record.sealed if not is_bad(name, stamp)),
         order=record.order,
     )
 
@@ -118,23 +210,6 @@ def _merge_reached(stops: Iterable[peer.Stop]) -> dict[str, int]:
     return found
 
 
-def _find_keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.TrainingPlan) -> dict[int, set[str]]:
-    """Return the hosts that hold the chosen copy with the trusted digest, by rank."""
-    wanted = {shard.rank: shard.digest for shard in plan.shards}
-    found: dict[int, set[str]] = {rank: set() for rank in wanted}
-    for record in records:
-        for c in record.copies:
-            if (
-                not c.of
-                and c.training == plan.training_name
-                and plan.chosen is not None
-                and c.stamp == plan.chosen
-                and wanted.get(c.rank) == c.digest
-            ):
-                found[c.rank].add(record.host)
-    return found
-
-
 # ---- what another job has left -------------------------------------------------------------------------
 
 
@@ -166,21 +241,11 @@ def is_unwanted(
         unreadable: Versions that could not be read in this job.
     """
     inherited = recovery_plan.inherit_stamp(stamp)
-    return (name, inherited) in set(unreadable) or any(found.covers(name, inherited) for found in rejected)
+    return (name, inherited) in set(unreadable) or is_rejected(rejected, name, inherited)
 
 
 def take_over(
-    plan: peer.PlanDown,
-    left: PredecessorState,
-    hosts: Sequence[str],
-    m: int,
-    *,
-    restart: int,
-    job: int,
-    nodes: int,
-    noderanks: Mapping[str, int] | None,
-    parity: int,
-    by_host: Mapping[str, str],
+    plan: peer.PlanDown, left: PredecessorState, facts: JobFacts, noderanks: Mapping[str, int] | None
 ) -> peer.PlanDown:
     """Return the plan of a job without own state, with the state that its predecessor has left.
 
@@ -190,46 +255,28 @@ def take_over(
     Args:
         plan: The plan without the predecessor.
         left: The predecessor's state.
-        hosts: This job's nodes.
-        m: Holders of a shard.
-        restart: Number of this job's incarnation.
-        job: This job's id.
-        nodes: Nodes that should train.
+        facts: This job's facts.
         noderanks: This job's node ranks if earlier rounds have decided them; the plan then has the order. Otherwise a
             node of both jobs keeps its rank.
-        parity: Parity blocks in a row.
-        by_host: Failure domains by host.
     """
-    rejected = plan.rejected
-    good = []
-    for record in left.records:
-        found = build_inventory(record, record.rejected)
-        copies = tuple(c for c in found.copies if not is_unwanted(c.training, c.stamp, rejected, ()))
-        sealed = tuple((name, s) for name, s in found.sealed if not is_unwanted(name, s, rejected, ()))
-        good.append(
-            recovery_plan.Inventory(found.host, found.noderanks, found.map_restart, copies, 0, sealed, found.order)
-        )
-    made = recovery_plan.plan_recovery(
-        {i.host: i for i in good},
-        hosts,
-        m,
-        nodes=nodes,
+
+    def is_bad(record: peer.InventoryRecord, name: str, stamp: Stamp) -> bool:
+        return is_rejected(record.rejected, name, stamp) or is_unwanted(name, stamp, plan.rejected, ())
+
+    good = [build_inventory(record, partial(is_bad, record)) for record in left.records]
+    made = facts.plan_recovery(
+        [replace(inventory, max_epoch=0) for inventory in good],  # its epochs mean nothing here
         noderanks=noderanks or None,
         foreign=True,
-        parity=parity,
         order=PlacementOrder(plan.order) if noderanks else None,
-        by_host=by_host,
     )
-    trainings, pulls = build_trainings(made, left.records)
-    ranks = made.order.ranks
-    theirs = add_stored_versions(
-        msgspec.structs.replace(plan, noderanks=made.noderanks, order=ranks, trainings=trainings, pulls=pulls),
-        left.stored,
-    )
+    trainings, pulls = build_trainings(made)
+    own = {s.name: s for s in plan.trainings}
+    plan = msgspec.structs.replace(plan, trainings=trainings, pulls=pulls, **facts.describe_map(made))
+    theirs = add_stored_versions(plan, left.stored)
     stamps = {s.name: s.chosen for s in theirs.trainings if s.chosen is not None}
     why = "; ".join(filter(None, (left.why, *(f"{s.name}: {x}" for s in theirs.trainings for x in s.lost[:1]))))
     takeover = peer.Takeover(left.job, {r.host: r.port for r in left.records}, stamps, why[:300])
-    own = {s.name: s for s in plan.trainings}
     holders: dict[tuple[str, int], list[str]] = {}
     for order in theirs.pulls:
         holders.setdefault((order.copy.training, order.copy.rank), []).append(order.dest)
@@ -237,10 +284,6 @@ def take_over(
     reached = {name: step for name, step in _merge_reached(r.stop for r in left.records).items() if name in taken}
     return msgspec.structs.replace(
         plan,
-        noderanks=made.noderanks,
-        order=ranks,
-        domains=domains.measure_separation(by_host, made.noderanks, min(m, len(made.noderanks)), made.order),
-        map_hash=node_ranks.hash_noderanks(made.noderanks, job, restart, ranks),
         trainings=tuple((own | taken).values()),
         pulls=tuple(
             msgspec.structs.replace(order, copy=_inherit_copy(order.copy), sources=_list_sources(order, holders))
