@@ -15,7 +15,7 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import HandshakeError
-from gemini_hpc.wire.link import LinkClosed, connect_any
+from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.ports import list_candidates
 
 ANSWER_S = 2.0  # the agent there verifies its copies first
@@ -41,13 +41,11 @@ async def gather_inventories(
     """
     ports = await controller.find_holders(min(MAX_ASK_S, ASK_PART * identity.settings.attach_timeout_s))
     hosts = [h for h in dict.fromkeys([*former, *ports]) if h not in incarnation.hosts][:MAX_HOSTS]
-    found = await asyncio.gather(
-        *(_request_inventory(identity, incarnation.mesh, host, ports.get(host)) for host in hosts)
-    )
+    found = await asyncio.gather(*(_ask_agent(identity, incarnation.mesh, host, ports.get(host)) for host in hosts))
     return tuple(record for record in found if record is not None)
 
 
-async def _request_inventory(
+async def _ask_agent(
     identity: AgentIdentity, mesh: Mesh, host: str, known: int | None
 ) -> peer.InventoryRecord | None:
     settings = identity.settings
@@ -56,14 +54,22 @@ async def _request_inventory(
         link, _ = await connect_any(
             settings.format_address(host), ports, lambda: mesh.build_client(host, "inventory"), DIAL_S
         )
-    except (OSError, HandshakeError):
+        return await request_inventory(link, host)
+    except (OSError, HandshakeError, LinkClosed):
         return None
+
+
+async def request_inventory(link: Link, host: str) -> peer.InventoryRecord | None:
+    """Return the inventory that the agent of a host reports, or None if its answer is none. Close the link.
+
+    Raises:
+        LinkClosed: The agent closes the link.
+        TimeoutError: The agent does not answer in time.
+    """
     try:
         async with asyncio.timeout(ANSWER_S):
             link.send(peer.Collect(0, ""))
             answer = await link.receive()
-    except (LinkClosed, TimeoutError):
-        return None
     finally:
         link.abort()
     if isinstance(answer, peer.InventoryUp) and len(answer.records) == 1 and answer.records[0].host == host:

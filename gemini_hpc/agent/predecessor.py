@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol
 
 from gemini_hpc import clock
 from gemini_hpc.agent import handover
+from gemini_hpc.agent.outside_inventory import HolderSource, request_inventory
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.round_plan import PredecessorState
 from gemini_hpc.agent.replicas.memory import Memfd
@@ -23,13 +23,12 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
-from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import list_candidates
 
 # Part of the prolog's whole wait. The predecessor's epilogs may not have run everywhere when this job begins.
 ASK_PART, MAX_ASK_S = 0.3, 3.0
-# dial and answer as for other nodes of the job; its epilog may need a moment until the agent is free
-DIAL_S, ANSWER_S, AGAIN_S = 1.0, 2.0, 0.2
+# dial as for other nodes of the job; its epilog may need a moment until the agent is free
+DIAL_S, AGAIN_S = 1.0, 0.2
 MAX_HOSTS = 1024
 _AT_ONCE = 64
 _SHOWN = 3
@@ -37,17 +36,10 @@ _TELL_S = (0.0, 1.0, 5.0)  # pauses before the attempts; an agent that misses al
 STILL_RUNS = "still runs"
 
 
-class HolderDirectory(Protocol):
-    """The controller, if there is one, as a source of agents' places."""
-
-    async def find_holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
-        """Return the hosts, with ports, where agents of a job are or have been. Port 0 means any of its ports."""
-
-
 class Predecessor:
     """The predecessor as one agent sees it. Only the coordinator asks its agents and reports to them."""
 
-    def __init__(self, context: AgentContext, controller: HolderDirectory) -> None:
+    def __init__(self, context: AgentContext, controller: HolderSource) -> None:
         self._identity, self._membership, self._spawn = context.identity, context.membership, context.spawn
         self._controller = controller
         self._owed: peer.Takeover | None = None  # takeover whose agents do not know so yet
@@ -124,7 +116,7 @@ class Predecessor:
             try:
                 async with self._gate:
                     link = await self._dial(job, host, port, "inventory")
-                    return await _request_inventory(link, host)
+                    return await request_inventory(link, host) or "its answer is not an inventory"
             except (HandshakeError, LinkClosed, TimeoutError) as exc:
                 if STILL_RUNS not in str(exc) or clock.monotonic() > deadline:
                     return str(exc).removeprefix("refused: ") or "no answer"
@@ -177,19 +169,6 @@ class Predecessor:
                 await link.flush(peer.TakenOver())
                 link.close()
                 return
-
-
-async def _request_inventory(link: Link, host: str) -> peer.InventoryRecord | str:
-    try:
-        message: Message = peer.Collect(0, "")
-        async with asyncio.timeout(ANSWER_S):
-            link.send(message)
-            answer = await link.receive()
-    finally:
-        link.abort()
-    if isinstance(answer, peer.InventoryUp) and len(answer.records) == 1 and answer.records[0].host == host:
-        return answer.records[0]
-    return "its answer is not an inventory"
 
 
 def _explain_missing(job: int, hosts: list[str], failures: dict[str, str]) -> str:
