@@ -108,7 +108,7 @@ class ControllerLink:
         try:
             self._controller_uid = settings.find_slurm_uid()
         except ConfigError as exc:
-            self._log("error", detail=f"no controller: {exc}")
+            self._log("error", detail=f"no controller is used, so only Slurm detects a lost node: {exc}")
             return
         self._task = self._spawn(self._run())
 

@@ -245,7 +245,10 @@ class Agent:
         if identity.again:
             self._take_over(None)
         if identity.settings.interface and not identity.interface:
-            self._log("error", detail=f"interface {identity.settings.interface} has no address: listening on all")
+            self._log(
+                "error",
+                detail=f"interface {identity.settings.interface} has no IPv4 address on {identity.node}: listening on all",
+            )
         self._local = LocalServer(
             f"{identity.directory}/{own_directory.SOCKET}",
             identity.uid,
@@ -307,7 +310,9 @@ class Agent:
         found = self._place.check_directory()
         if found == "gone":
             if not self._told_gone:
-                what = f"{self.identity.directory} is unmounted or covered: nobody who calls finds this agent"
+                what = (
+                    f"{self.identity.directory} is unmounted or covered: ranks and commands cannot reach this agent"
+                )
                 self._log("unreachable", detail=f"{what} until the job's next step, prolog or epilog here")
             self._told_gone = True
             return
@@ -393,7 +398,9 @@ class Agent:
                 self._log("refused", detail=f"{m.replicas} replicas on {view.wanted} nodes")
             incarnation = self._begin_incarnation(m, view)
             if m.bereft:
-                self._log("bereft", detail="an earlier agent of the job here has gone with its directory")
+                self._log(
+                    "bereft", detail="an earlier agent of the job here is gone, with its directory and its copies"
+                )
             if incarnation.leads and m.restart == 0 and self.saver.tier:
                 self._spawn(self.saver.check_once())
         membership.detached = False
@@ -404,7 +411,7 @@ class Agent:
         except TimeoutError:
             map_file.end_wait(identity.directory)
             absent = await incarnation.find_absent(_LOOK_S)
-            missing = f"; none can be reached on {', '.join(absent)[:200]}" if absent else ""
+            missing = f"; no agent answers on {', '.join(absent)[:200]}" if absent else ""
             self._log(
                 "unmapped",
                 detail=f"not all agents of {len(membership.hosts)} nodes agreed within {bound_s:g} s{missing}",
@@ -476,9 +483,10 @@ class Agent:
             view = _build_view(m)
             known = set(view.hosts) if state.plan is None else set(state.plan.noderanks)
             if not known <= set(view.hosts) or len(known) < min(view.wanted, len(view.hosts)):
-                raise ValueError("its node lists differ")
+                raise ValueError("its two lists of nodes differ")
         except ValueError as exc:
-            self._log("error", detail=f"the file `state` in {identity.directory} cannot be used: {exc}")
+            what = f"{identity.directory}/state cannot be used, so this agent waits for the job's next prolog"
+            self._log("error", detail=f"{what}: {exc}")
             return
         incarnation = self._enter_incarnation(m, view, begun=False)
         self._log("restarted", detail="waiting for the training processes to hand their memory back")
@@ -530,7 +538,7 @@ class Agent:
         if (idle or self.launches.is_left_out) and m.exit_code == "0":
             if mesh is not None:
                 mesh.leave()
-            self._retention.release("the job has ended without this node's help")
+            self._retention.release("the job has ended with success, without this node")
             return local.Ok("released", check=self._sick.suspects_this_node)
         if self._good_end.free_if_succeeded(m.exit_code):
             return local.Ok("released", check=self._sick.suspects_this_node)
@@ -577,7 +585,8 @@ class Agent:
     def _leave_sick_node(self, host: str, why: str) -> None:
         """Leave a node that is alive and does harm, if a spare replaces it."""
         why_not = self.spares.leave(host, "sick")
-        self._log("sick", detail=f"{why}: {f'not left: {why_not}' if why_not else 'left'}")
+        outcome = f"the job stays on {host}: {why_not}" if why_not else f"the job moves off {host}"
+        self._log("sick", detail=f"{why}: {outcome}")
 
     def _keep_wanted(self) -> None:
         self.saver.keep_all()

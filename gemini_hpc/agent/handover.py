@@ -30,7 +30,7 @@ def give_copy(m: local.TakeOver, store: Store, barred: Callable[[], str], log: L
         return local.Error(why), []
     copy = found[0].describe_copy(found[1]) if found is not None else None
     if found is None or copy is None or copy.digest != m.digest or any(slot.busy for slot in found[0].pair.slots):
-        return local.Error("not held here, or in use"), []
+        return local.Error("this copy is not held here, or is in use"), []
     fd = store.release_memory(*found)
     log("handed_over", version=m.version, detail=f"the memory of shard {m.rank}, to job {m.heir}")
     return local.Copy(m.epoch, m.version, copy.bytes, copy.used, copy.digest), [fd]
@@ -64,7 +64,7 @@ def request_memory(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> 
         if isinstance(answer, local.Error):
             raise ValueError(answer.error)
         if not isinstance(answer, local.Copy) or len(fds) != 1 or answer.bytes != copy.bytes:
-            raise ValueError("its answer is not what was asked for")
+            raise ValueError("its answer is not the copy that was asked for")
         return adopt(fds[0], copy.bytes)
     except msgspec.MsgspecError as exc:
         raise ValueError(str(exc)) from None

@@ -159,7 +159,7 @@ class Hangs:
         rank, number = standing.least.rank, incarnation.rounds.round
         client = training.present.get(rank)
         text = await self._request_stack(training, rank, client) if client is not None else ""
-        what, stack = describe_hang(standing), "it gives no stack"
+        what, stack = describe_hang(standing), "its stack could not be read"
         if text:
             where = self._write_stack(training.name, text)
             room = MAX_DETAIL - len(what) - len(where) - 4

@@ -67,7 +67,7 @@ class Launches:
         if self.is_left_out:
             return local.LaunchState(max(m.attempt, 0), over="the job goes on without this node", left_out=True)
         if incarnation is None or self._membership.detached:
-            return local.Error("this node has no part in a running incarnation of the job")
+            return local.Error("the job does not run on this node now")
         attempt = max(m.attempt, 0)
         self._watched.add(m.step)
         reported = Known(attempt, over=m.over, given_up=m.given_up, done=m.done)

@@ -85,7 +85,11 @@ class PeerServer:
                 ), port
             except OSError as exc:
                 failure = exc
-        raise SystemExit(f"gemini-hpc: no port of {ports} is free: {failure}")
+        reason = failure.strerror or failure if failure is not None else "none was tried"
+        raise SystemExit(
+            f"gemini-hpc: none of the {len(ports)} TCP ports {min(ports)}-{max(ports)} of job {identity.job} is free on "
+            f"{identity.node} ({reason}): free some, or raise agent_port_count"
+        )
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = (writer.get_extra_info("peername") or ("somewhere",))[0]
@@ -124,21 +128,23 @@ class PeerServer:
         ):
             return f"this is job {identity.job} on {identity.node} of {identity.settings.cluster_name}"
         if hello.purpose == "query":
-            return "" if await self._operators.allows(greeting.uid) else "not yours"
+            return "" if await self._operators.allows(greeting.uid) else "the job belongs to another user"
         if hello.purpose in ("flush", "evacuate"):  # these purposes write: an operator who may only look is refused
-            return "" if greeting.uid in self._owners else "not yours"
+            return "" if greeting.uid in self._owners else "the job belongs to another user"
         if greeting.uid != identity.uid:
-            return "not yours"
+            return "the job belongs to another user"
         if hello.heir:  # another job of the owner may read copies that are kept for no other use
             known = hello.purpose in ("inventory", "pull", "taken") and hello.heir != identity.job
-            return self._retention.explain_refusal() if known else "not a peer"
+            return (
+                self._retention.explain_refusal() if known else "not from a node of this job, as this agent knows it"
+            )
         if hello.purpose in ("inventory", "pull") and hello.restart > membership.restart and membership.detached:
             return ""  # a newer incarnation that went on elsewhere may read the copies kept here
         if hello.purpose == "wake" and self._waker.admits(hello.restart):
             return ""
         known = hello.source in membership.hosts or hello.source in membership.lost
         if hello.purpose not in ("link", "pull", "push") or not known or hello.source == identity.node:
-            return "not a peer"
+            return "not from a node of this job, as this agent knows it"
         if hello.restart != membership.restart:
             return f"this agent is at restart {membership.restart}"
         # If the views differ, note the caller's; the caller learns ours in the handshake and is not served

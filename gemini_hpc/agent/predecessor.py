@@ -86,7 +86,9 @@ class Predecessor:
         """
         job, settings = self.job, self._identity.settings
         if job == self._identity.job:
-            return PredecessorState(job, why="a job cannot go on from itself")
+            return PredecessorState(
+                job, why="a job cannot go on from itself: name an earlier one with --gemini-after"
+            )
         within_s = min(MAX_ASK_S, ASK_PART * settings.attach_timeout_s)
         deadline = clock.monotonic() + within_s
         own_hosts = self._membership.hosts[:MAX_HOSTS]
@@ -116,7 +118,7 @@ class Predecessor:
             try:
                 async with self._gate:
                     link = await self._dial(job, host, port, "inventory")
-                    return await request_inventory(link, host) or "its answer is not an inventory"
+                    return await request_inventory(link, host) or "its answer is not a list of its copies"
             except (HandshakeError, LinkClosed, TimeoutError) as exc:
                 if STILL_RUNS not in str(exc) or clock.monotonic() > deadline:
                     return str(exc).removeprefix("refused: ") or "no answer"
@@ -174,4 +176,4 @@ class Predecessor:
 def _explain_missing(job: int, hosts: list[str], failures: dict[str, str]) -> str:
     shown = ", ".join(f"{host}: {why}" for host, why in list(failures.items())[:_SHOWN])
     where = ", ".join(hosts[:_SHOWN]) + (f" and {len(hosts) - _SHOWN} more nodes" if len(hosts) > _SHOWN else "")
-    return shown or f"nobody keeps anything of a job {job} of yours on {where}"
+    return shown or f"no agent on {where} keeps copies of a job {job} of yours"

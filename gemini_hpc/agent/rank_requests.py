@@ -168,7 +168,7 @@ class RankRequests:
         self._sessions.check_rank(client, m)
         training = self._sessions.require_training(client, m.training)
         if training.chosen is None or training.chosen.version != m.version:
-            raise RequestRejected(f"the ranks have not loaded version {m.version}")
+            raise RequestRejected(f"version {m.version} is not the one that the ranks have loaded")
         if why := self._rejections.reject(training, self._membership.epoch, m.reason, fresh=m.fresh):
             raise RequestRejected(why)
         return local.Ok(), []
@@ -321,7 +321,7 @@ class RankRequests:
         size_bytes = max(m.bytes, known.bytes) if known is not None and has_grown else m.bytes
         shard = await self._make_shard(client, training, m, size_bytes, parity)
         if parity.blocks > 1 and galois.load_library() is None:
-            training.note = f"{galois.LIBRARY} (ISA-L) is not on {self._node}: parity is slow there"
+            training.note = f"{galois.LIBRARY} (ISA-L) is not installed on {self._node}: parity is slow there"
         self._trainings.recount(m.training)
         if m.passed:
             self._filling.pass_over(shard, m.passed)
@@ -338,7 +338,7 @@ class RankRequests:
         training.pace.record_version(m.version)
         _, rank = self._sessions.find_rank(client)
         if training.present.get(rank) is client and rank in training.left:
-            return local.Refused(f"rank {rank} has given up its protection"), []
+            return local.Refused(f"rank {rank} is no longer protected"), []
         try:
             index = self._filling.begin_write(training, shard, m.version)
         except Refused as exc:

@@ -198,7 +198,7 @@ class Rescue:
             standing = await self._stop_ranks(channels)
             epoch, version = self._membership.epoch, max(standing.values(), default=0)
             if not version:
-                self._log("unrescued", detail="no rank of this node stands still: its state is being changed")
+                self._log("unrescued", detail="no rank of this node stands still, so its state cannot be copied")
                 return
             able = [channel for channel in channels if standing.get(channel) == version]
             stamp = Stamp(epoch, version)
@@ -255,7 +255,7 @@ class Rescue:
             if ((name, rank), stamp) in self._tried or (found and found[0].pair.slots[found[1]].state == "complete"):
                 continue
             self._tried.add(((name, rank), stamp))
-            why = "its small state of that version has not come here" if kept is None else ""
+            why = "this node has not received its small state of that version" if kept is None else ""
             for channel in channels if kept is not None else ():
                 assert kept is not None
                 why = await self._copy_shard(channel, kept, what)
@@ -315,10 +315,10 @@ class Rescue:
         found = await self._store.pool.digest(memory, kept.used_bytes, urgency=Urgency.OWN)
         if kept.digest and found != kept.digest:
             self._discard_copy(shard, index)
-            return f"rank {channel.rank} has something else in its tensors"
+            return f"the tensors of rank {channel.rank} hold another state"
         shard.unproven = None if kept.digest else o.stamp
         self._filling.complete_slot(shard, index, Committed(o.stamp, kept.used_bytes, found), found)
-        how = "" if kept.digest else ", unless another replica has something else"
+        how = "" if kept.digest else ", with no digest to check it by"
         detail = f"shard {o.rank}, {what}: copied from the live state of rank {channel.rank}{how}"
         self._log("rescued", version=o.stamp.version, detail=detail)
         return ""

@@ -110,7 +110,7 @@ class Sessions:
         who = self._clients.get(client)
         training = self._trainings.get(name)
         if who is None or who.training != name or training is None:
-            raise RequestRejected("say hello first")
+            raise RequestRejected(f"this process has not joined training {name[:64]}")
         if self._membership.live is None:
             raise RequestRejected("a recovery round is under way")
         return training
@@ -161,9 +161,9 @@ class Sessions:
                 "or too many trainings"
             )
         if client in self._clients:
-            raise RequestRejected("this connection has already said hello")
+            raise RequestRejected("this process has already joined a training")
         if membership.incarnation is None or membership.detached:
-            raise RequestRejected("this node has no part in a running incarnation of the job")
+            raise RequestRejected("the job does not run on this node now")
         await self._wait_for_earlier_process(m)
         incarnation = membership.incarnation
         rounds = incarnation.rounds
@@ -175,7 +175,7 @@ class Sessions:
                         await self._wait_for_tier_round(incarnation, m)
             except TimeoutError:
                 why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
-                raise RequestRejected(f"the agents did not agree in time{why}") from None
+                raise RequestRejected(f"the agents did not agree in time on what to resume from{why}") from None
             if rounds.unseen:
                 raise RequestRejected(rounds.unseen, later=True)
         elif not await self._may_rejoin(incarnation, m):
@@ -186,7 +186,9 @@ class Sessions:
             raise RequestRejected(f"training {name[:80]!r}: too many trainings")
         training = self._trainings.get_or_create(name)
         if training.greeted and m.world != training.world:
-            raise RequestRejected(f"rank {m.rank} says that {m.world} ranks train, other ranks say {training.world}")
+            raise RequestRejected(
+                f"rank {m.rank} counts {m.world} ranks, the others count {training.world}: start all with one WORLD_SIZE"
+            )
         training.greeted.add(m.rank)
         if not m.rejoin:
             self._stats.drop_summary(name, m.rank)
@@ -208,7 +210,7 @@ class Sessions:
         if training.chosen is None and membership.incarnation.attach.bereft:
             lost = (
                 *lost,
-                f"an earlier agent of the job on {identity.node} has gone with its directory, and its copies",
+                f"an earlier agent of the job on {identity.node} is gone, with its directory and its copies",
             )
         welcome = local.Welcome(
             job=identity.job,

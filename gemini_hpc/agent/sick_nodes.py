@@ -150,6 +150,6 @@ class SickNodes:
 def _describe_blame(blame: Blame, times: int) -> str:
     """Return the meaning of a blame for its node, in words."""
     if blame.counts:
-        return f"{times} so far that speak against this node"
+        return f"{times} so far that count against this node"
     where = "" if blame.step else ", before its first step"
-    return f"a failure of the program{where}: it does not speak against the node"
+    return f"a failure of the program{where}: it does not count against the node"

@@ -115,7 +115,9 @@ class Spares:
         """
         known = set(incarnation.mesh.dead)
         names = ", ".join(sorted(known))[:300]
-        self._log("waits", detail=f"{names} may only be cut off, and nobody else holds what they do: {_BACK_S:g} s")
+        self._log(
+            "waits", detail=f"{names} alone hold the newest state and may come back: waiting up to {_BACK_S:g} s"
+        )
         began = changed = clock.monotonic()
         while known and self._membership.incarnation is incarnation:
             await asyncio.sleep(_TOGETHER_S)
@@ -149,7 +151,7 @@ class Spares:
         if incarnation is None or view is None or self._node in view.lost:
             return
         gone = sorted(view.lost - incarnation.view.lost)
-        self._log("without", detail=f"{', '.join(gone)[:300]} {why}: a spare is to make up for it")
+        self._log("without", detail=f"{', '.join(gone)[:300]} {why}: a spare takes over")
         self._moving -= view.lost
         self._enter(msgspec.structs.replace(incarnation.attach, lost=tuple(sorted(view.lost))), view)
         self._launches.record_loss(gone, why)
@@ -163,7 +165,7 @@ class Spares:
             return reason
         if not wanted <= self._moving:
             self._moving |= wanted
-            self._log("moving", detail=f"leaving {', '.join(sorted(wanted))[:300]} at the next sealed version")
+            self._log("moving", detail=f"moving off {', '.join(sorted(wanted))[:300]} at the next sealed version")
             incarnation = self._membership.incarnation
             assert incarnation is not None  # otherwise the nodes cannot be left
             self._spawn(self._leave_without_seal(frozenset(wanted), incarnation.restart))
@@ -182,14 +184,14 @@ class Spares:
         if membership.incarnation is None or membership.detached:
             return NO_PART
         if not membership.incarnation.view.spares:
-            return "the job has no spares"
+            return "the job has no spares: submit it with --gemini-spares to move it"
         if membership.replicas < 2:
-            return "the job keeps one copy, on the node itself: it cannot be left"
+            return "its only copy is on that node: submit the job with --gemini-replicas=2 to move it"
         wanted = set(hosts).intersection(membership.hosts)
         if not wanted:
             return "" if set(hosts) <= set(membership.lost) else f"the job does not run on {', '.join(hosts)[:200]}"
         if self._build_view_without(wanted | self._moving) is None:
-            return "the job has no spare to go on with, or its batch script runs there"
+            return "no spare of the job is free, or its batch script runs on that node"
         return ""
 
     # ---- no step beyond the version that is resumed from -----------------------------------------------
@@ -257,6 +259,6 @@ class Spares:
         deadline = clock.monotonic() + 2 * _SEAL_S
         while not reason and message.host not in self._membership.lost:
             if clock.monotonic() > deadline:
-                reason = f"the job has not left {message.host}: see gemini-hpc inspect"
+                reason = f"the job still runs on {message.host}: see gemini-hpc inspect"
             await asyncio.sleep(_TOGETHER_S)
         await link.flush(Evacuated(reason))

@@ -89,7 +89,7 @@ class Wake:
         async with asyncio.timeout(ANSWER_S):
             message = await link.receive()
         if not isinstance(message, peer.Wake) or message.restart != link.session.peer_restart:
-            raise LinkClosed("expected a summons")
+            raise LinkClosed("wanted Wake for the caller's restart, found another message")
         if self.admits(message.restart):
             by = f"by {link.session.peer_host}: no prolog ran here for restart {message.restart}"
             self._log.log("summoned", detail=by)
@@ -114,4 +114,4 @@ class Wake:
     async def _enter_incarnation(self, attach: local.Attach) -> None:
         reply = await self._attach(attach)
         if isinstance(reply, local.Error):
-            self._log.log_rate_limited(f"cannot follow a summons: {reply.error}")
+            self._log.log_rate_limited(f"cannot join restart {attach.restart}, to which a peer called: {reply.error}")

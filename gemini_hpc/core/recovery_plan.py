@@ -371,14 +371,14 @@ def _plan_training(
     for stamp, _ in sorted(void):
         if not choosable or stamp > max(choosable)[0]:
             warnings.append(
-                f"training {name!r}: version {stamp} is left: its ranks do not mean the same moment with it"
+                f"training {name!r}: version {stamp} is not used: its shards are of different moments of the training"
             )
     if not choosable:
         return _plan_lost_training(name, stamps, sealed, context)
     chosen, world = max(choosable)
     if any(stamp == chosen and other != world for stamp, other in stamps):
         warnings.append(
-            f"training {name!r}: copies of version {chosen} name different numbers of ranks; {world} is used"
+            f"training {name!r}: copies of version {chosen} disagree on the number of ranks; {world} is used"
         )
     if sealed and chosen < max(sealed):
         warnings.append(f"training {name!r}: version {max(sealed)} was sealed but has lost shards; {chosen} is used")

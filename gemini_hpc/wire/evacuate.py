@@ -5,7 +5,7 @@ from __future__ import annotations
 from gemini_hpc.wire.message import Message
 
 # Reason given by an agent whose node the job has left or not entered; the caller asks another agent.
-NO_PART = "this node has no part in a running incarnation of the job"
+NO_PART = "the job does not run on this node now"
 
 
 class EvacuateAsk(Message, frozen=True, tag="evacuate?"):

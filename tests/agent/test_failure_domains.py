@@ -65,7 +65,12 @@ def test_a_file_system_that_is_away_holds_no_round_up(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(failure_domains, "LOOK_S", 0.05)
     monkeypatch.setattr(asyncio, "to_thread", never)
-    assert look("/net/racks") == ({}, ["failure domains are not known: /net/racks could not be read within 0.05 s"])
+    assert look("/net/racks") == (
+        {},
+        [
+            "failure domains are not known, so nodes side by side hold each other's copies: /net/racks could not be read within 0.05 s"
+        ],
+    )
 
 
 def planned(domains: dict[str, str], replicas: int = 2) -> peer.PlanDown:

@@ -103,7 +103,7 @@ def test_what_a_rank_was_filling_that_gives_up_is_void_and_it_begins_nothing(age
     landed = trainer.caller.ask(local.Landed("default", 0, 2, begun.slot, 10, "0" * 32))
     assert isinstance(landed, local.Error) and "is not being filled" in landed.error
     refused = trainer.caller.ask(local.BeginVersion("default", 0, 3))
-    assert isinstance(refused, local.Refused) and "given up its protection" in refused.reason
+    assert isinstance(refused, local.Refused) and "no longer protected" in refused.reason
     trainer.caller.close()
     back = agent.caller()
     assert isinstance(back.hello(step=STEP), local.Welcome), "a process that begins anew counts again"

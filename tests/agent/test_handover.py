@@ -54,7 +54,7 @@ def test_another_version_or_content_is_not_given(agent: AgentProcess) -> None:
         local.TakeOver("other", 0, HEIR, *stamp, copy.digest),
     ]
     for wrong in asks:
-        assert agent.caller().ask(wrong) == local.Error("not held here, or in use")
+        assert agent.caller().ask(wrong) == local.Error("this copy is not held here, or is in use")
     handover.request_memory(str(agent.socket), os.getuid(), copy, stamp, HEIR).close()
 
 

@@ -169,7 +169,9 @@ def test_the_agent_of_the_rank_that_is_behind_ends_it(net: Net) -> None:
     assert HANG_S < seconds(net, 100, lambda: net.events) < HANG_S + 5
     [(host, name, version, detail)] = net.events
     assert (host, name, version) == ("n2", "hung", 3)
-    assert "it has launched 2 collectives of step 4, others 3" in detail and detail.endswith("it gives no stack")
+    assert "it has launched 2 collectives of step 4, others 3" in detail and detail.endswith(
+        "its stack could not be read"
+    )
     assert [len(node.begun) for node in net.nodes] == [0, 1, 0]
     assert all(node.training.hung.startswith("n2: rank 1: ") for node in net.nodes)
     assert set(net.blamed) == {("n1", 1)}, "by the root"

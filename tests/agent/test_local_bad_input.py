@@ -148,7 +148,7 @@ def test_requests_before_hello(agent: AgentProcess) -> None:
         local.FetchCached("default", 0, "0" * 32),
     ]
     for request in requests:
-        refused(caller.ask(request), "say hello first")
+        refused(caller.ask(request), "this process has not joined")
     trainer.step()
 
 
@@ -231,12 +231,12 @@ CANNOT_BE_SERVED: list[tuple[local.Message, str]] = [
     (local.Landed("default", 0, 9, 1 << 40, 10, "x"), "not being filled"),
     (local.Fetch("default", 9), "shard 9 is not part"),
     (local.Finished("default", 7), "rank 7"),
-    (local.BeginVersion("other", 0, 1), "say hello first"),
+    (local.BeginVersion("other", 0, 1), "this process has not joined"),
     (local.Traffic("default", 1, TrafficState(1.0, "gemini", "gloo", "steady")), "rank 1"),
     (local.Timeline("default", 7, TimelineState(1, 1.0, 1.0)), "rank 7"),
     (local.CacheBytes("default", 1, "0" * 32, b"x"), "rank 1"),
     (local.FetchCached("default", 1, "0" * 32), "rank 1"),
-    (local.FetchCached("other", 0, "0" * 32), "say hello first"),
+    (local.FetchCached("other", 0, "0" * 32), "this process has not joined"),
     (local.HandBack("default", 0, 1, 0, SIZE, 0, 1, 1, 10, "x"), "descriptor"),
 ]
 
@@ -277,7 +277,7 @@ def test_another_training_cannot_touch_the_first(agent: AgentProcess) -> None:
     trainer.step()
     other = agent.trainer("other")
     for request in (local.Register("default", 0, 1, 0, SIZE), local.BeginVersion("default", 0, 1 << 30)):
-        refused(other.caller.ask(request), "say hello first")
+        refused(other.caller.ask(request), "this process has not joined")
     other.step()
     trainer.step()
 

@@ -20,7 +20,7 @@ def test_a_flipped_byte_is_sent_again_with_its_piece(opened: None, tmp_path: Pat
     site = Site(tmp_path / "job", SIZE, USED, STRIPES, flips=MID)
     try:
         for node in site.job.nodes:
-            assert f"{PIECE_BYTES} bytes were damaged on the way, and came again" in node.log(), node.log()
+            assert f"{PIECE_BYTES} bytes were damaged on the way, and were sent again" in node.log(), node.log()
             assert "event=damaged" not in node.log() and "event=degraded" not in node.log()
         for rank in site.ranks:
             before = site.ranks[(rank.rank - 1) % 3]

@@ -481,7 +481,7 @@ def test_by_hand_when_the_job_comes_back() -> None:
         await asyncio.sleep(0.01)
         net.agents["a"].membership.detached = False
         net.agents["a"].salvage.reset()
-        assert (await asked).reason == "the job has started again meanwhile"
+        assert (await asked).reason == "the job has started again meanwhile: repeat the command"
 
     run(test)
 

@@ -351,7 +351,7 @@ def test_after_a_save_that_fails_a_lost_node_is_waited_for_before_all_are_let_go
 ) -> None:
     saves, facts = SaveRules(), sealed(5, salvaging=True)
     assert saves.step(events.Detached(False), facts, 0.0) == [
-        events.NotSaved(Stamp(1, 5), "a node is missing; the other nodes save the version without being asked")
+        events.NotSaved(Stamp(1, 5), "a node is missing, and the other nodes save the version by themselves")
     ]
     if stored:
         saves.step(events.Stored({SET: (Stamp(1, 5), 0.0)}), facts, 1.0)

@@ -96,7 +96,7 @@ def test_a_node_whose_rank_failed_first_twice_is_sick(net: Net) -> None:
         (
             "n1",
             "failed_first",
-            "rank 2 on n3 was killed or crashed: attempt 0 of step 7.0, 1 so far that speak against this node",
+            "rank 2 on n3 was killed or crashed: attempt 0 of step 7.0, 1 so far that count against this node",
         )
     ]
     assert [net.agents[name].suspects_this_node for name in NAMES] == [False, False, True]
@@ -110,8 +110,8 @@ def test_a_users_bug_is_told_and_speaks_against_no_node(net: Net) -> None:
         net.end(attempt, n3=Cause.RAISED)
     net.end(9, n3=Cause.CRASHED, at=0)
     details = [detail.partition(", ")[2] for *_, detail in net.events]
-    assert details[0] == "a failure of the program: it does not speak against the node"
-    assert details[-1] == "a failure of the program, before its first step: it does not speak against the node"
+    assert details[0] == "a failure of the program: it does not count against the node"
+    assert details[-1] == "a failure of the program, before its first step: it does not count against the node"
     assert not net.found and not net.agents["n3"].suspects_this_node
 
 
@@ -122,7 +122,7 @@ def test_nobody_is_blamed_for_the_program_the_network_or_another_nodes_turn(net:
     assert not net.events
     net.end(20, n2=Cause.CRASHED)
     net.end(21, n3=Cause.CRASHED)
-    assert [detail.rpartition(", ")[2] for *_, detail in net.events] == ["1 so far that speak against this node"] * 2
+    assert [detail.rpartition(", ")[2] for *_, detail in net.events] == ["1 so far that count against this node"] * 2
     assert not net.found
 
 

@@ -32,7 +32,7 @@ def test_another_user_is_not_served(site: Site) -> None:
     for user in ("bob", "nobody"):
         with Steady(site):
             answers = site.attack("call", user, calls=purposes)
-        assert set(answers.values()) == {"HandshakeError: refused: not yours"}, (user, answers)
+        assert set(answers.values()) == {"HandshakeError: refused: the job belongs to another user"}, (user, answers)
     at_most_one_a_second(complaints(site.agent_log()))
 
 
@@ -46,8 +46,10 @@ def test_heirs_that_are_none(site: Site) -> None:
         others = site.attack("call", "alice", calls=more | {"itself": {"purpose": "pull", "heir": site.job.id}})
         bobs = site.attack("call", "bob", calls=reads | more)
     assert set(early.values()) == {"HandshakeError: refused: the job still runs"}, early
-    assert set(others.values()) == {"HandshakeError: refused: not a peer"}, others
-    assert set(bobs.values()) == {"HandshakeError: refused: not yours"}, bobs
+    assert set(others.values()) == {"HandshakeError: refused: not from a node of this job, as this agent knows it"}, (
+        others
+    )
+    assert set(bobs.values()) == {"HandshakeError: refused: the job belongs to another user"}, bobs
 
 
 def test_root_may_ask_and_nothing_else(site: Site) -> None:
@@ -55,7 +57,7 @@ def test_root_may_ask_and_nothing_else(site: Site) -> None:
         "call", None, calls={p: {"purpose": p} for p in ("link", "pull", "inventory", "wake", "query", "control")}
     )
     assert answers.pop("query") == "ok"
-    assert set(answers.values()) == {"HandshakeError: refused: not yours"}, answers
+    assert set(answers.values()) == {"HandshakeError: refused: the job belongs to another user"}, answers
 
 
 def test_credentials_about_something_else(site: Site) -> None:
@@ -82,7 +84,9 @@ def test_credentials_about_something_else(site: Site) -> None:
     }
     expected |= {"an older restart": "this agent is at restart 0"}
     for name, answer in answers.items():
-        assert answer.startswith(f"HandshakeError: refused: {expected.get(name, 'not a peer')}"), answers
+        assert answer.startswith(f"HandshakeError: refused: {expected.get(name, 'not from a node of this job')}"), (
+            answers
+        )
     answers = site.attack("call", "alice", **site.controller_call(), calls={"cluster": {"cluster": "another"}})
     assert "this is the controller of cluster" in answers["cluster"]
 

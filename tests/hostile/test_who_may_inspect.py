@@ -45,14 +45,16 @@ def test_agents_decide_for_themselves(site: Site) -> None:
     for user in ALLOWED:
         assert site.attack("call", user, calls=query) == {"query": "ok"}, user
     for user in OTHERS:
-        assert site.attack("call", user, calls=query) == {"query": "HandshakeError: refused: not yours"}, user
+        assert site.attack("call", user, calls=query) == {
+            "query": "HandshakeError: refused: the job belongs to another user"
+        }, user
 
 
 def test_operators_may_look_and_nothing_else(site: Site) -> None:
     calls = {p: {"purpose": p} for p in ("link", "pull", "inventory", "wake", "control")}
     for user in ("games", "daemon"):
         answers = site.attack("call", user, calls=calls)
-        assert set(answers.values()) == {"HandshakeError: refused: not yours"}, answers
+        assert set(answers.values()) == {"HandshakeError: refused: the job belongs to another user"}, answers
 
 
 def test_who_may_draw(site: Site) -> None:

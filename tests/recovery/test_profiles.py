@@ -139,5 +139,5 @@ def test_a_leak_is_started_three_times_and_is_no_nodes_fault(limited: Cluster) -
     assert LACKING in given_up and given_up.endswith("3 restarts are used up"), given_up
     assert {line["restart"] for line in job.lines("resumed")} == {0}, job.story()
     judged = [event["detail"] for event in job.events() if event["name"] == "failed_first"]
-    assert judged and all("does not speak against the node" in detail for detail in judged), judged
+    assert judged and all("does not count against the node" in detail for detail in judged), judged
     assert not job.refused(), job.story()

@@ -50,7 +50,7 @@ class FailureDomains:
             problem = f"{error.filename}: {error.strerror}"
         if problem not in ("", self._said):
             self._said = problem
-            self._warn(f"failure domains are not known: {problem}")
+            self._warn(f"failure domains are not known, so nodes side by side hold each other's copies: {problem}")
 
 
 def find_path(setting: str) -> str:

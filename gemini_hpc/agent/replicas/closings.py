@@ -62,4 +62,7 @@ class Closings:
         pledges = self._pledges
         now = msgspec.structs.replace(pledges.now, closed=closed, closing=closing[-sequence.MAX_KEPT :])
         if now != pledges.now and not pledges.put(now):
-            self._log("unwritten", detail="cannot write the list of closed trainings to this node's disk")
+            self._log(
+                "unwritten",
+                detail="cannot write the list of closed trainings to this node's disk: an agent that dies forgets it",
+            )

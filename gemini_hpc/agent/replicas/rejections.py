@@ -81,7 +81,10 @@ class Rejections:
                 del known[key]
         pledges = self._pledges
         if not pledges.put(msgspec.structs.replace(pledges.now, rejections=tuple(known.values())[-_KEPT:])):
-            self._log("unwritten", detail="cannot write the list of rejected versions to this node's disk")
+            self._log(
+                "unwritten",
+                detail="cannot write the list of rejected versions to this node's disk: an agent that dies forgets it",
+            )
         return self.all
 
     def is_rejected(self, name: str, stamp: Stamp) -> bool:

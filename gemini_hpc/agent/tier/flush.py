@@ -50,7 +50,7 @@ class FlushRequests:
         """Return why a flush is impossible, and which host to ask instead. Both are empty if this agent can flush."""
         incarnation = self._membership.incarnation
         if incarnation is None:
-            return "this node has no part in a running incarnation of the job", ""
+            return "the job does not run on this node now", ""
         if not self._saver.tier:
             return "the job has no tier; submit it with --gemini-tier=DIR", ""
         return "", "" if incarnation.leads else incarnation.hosts[0]
@@ -70,7 +70,7 @@ class FlushRequests:
                 await link.flush(Flushing(training.name, sealed, self._saver.count_written_bytes(training.name)))
         saved, reason, stored = salvage.saved, salvage.reason, dict[str, Stamp]()
         if not self._membership.detached:
-            reason = "the job has started again meanwhile"
+            reason = "the job has started again meanwhile: repeat the command"
         try:  # the tier itself shows the outcome, also to agents that did not lead
             stored = {m.training: m.stamp for m in await self._saver.find_stored((), _TIER_S)}
         except TierFailed as error:

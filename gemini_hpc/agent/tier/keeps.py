@@ -88,7 +88,7 @@ class NamedVersions:
             return "another version already has this name, and a name cannot be given twice"
         if known is None:
             if sum(other.training == wish.training for other in self.wishes) >= MAX_WISHES:
-                return f"{MAX_WISHES} versions already wait to be kept"
+                return f"{MAX_WISHES} versions already wait to be kept: repeat it once one of them is saved"
             self._add_wish(wish)
             self._log("keeping", version=wish.version, detail=f"{wish.training}: {wish.name}")
             self._send_wishes()

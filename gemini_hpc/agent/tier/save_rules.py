@@ -420,7 +420,7 @@ class SaveRules:
             yield events.Name(name, kept[0], number)
             return
         if facts.salvaging:
-            reason = flush.reason or "a node is missing; the other nodes save the version without being asked"
+            reason = flush.reason or "a node is missing, and the other nodes save the version by themselves"
             yield from self._answer(number, wanted, reason, facts, now)
             return
         flush.waits = "clean"

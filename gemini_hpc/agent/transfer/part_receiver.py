@@ -137,7 +137,9 @@ class PartReceiver:
             if fold is None:
                 continue
             if fold.torn or ask.rank not in fold.wanted:
-                reason = f"version {head.version} of the shard of rank {ask.rank} has been here, or is torn"
+                reason = (
+                    f"version {head.version} of the shard of rank {ask.rank} was received before, or is incomplete"
+                )
                 break
             fold.wanted.discard(ask.rank)
             fold.writing.add(ask.rank)
@@ -172,7 +174,7 @@ class PartReceiver:
         if self._membership.round == number:  # else no rank has registered it in the new round
             larger.registered_round = number
             self._filling.pass_over(larger, head.version)
-        return "the parity has grown for it: from the next version on"
+        return "the parity has grown, and protects this shard from the next version on"
 
     async def _fold(self, training: Training, shard: Shard, into: Parity, version: int) -> ParityFold | None:
         """Return the version's fold, begun here if necessary, or None if the caller must check again.

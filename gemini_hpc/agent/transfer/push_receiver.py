@@ -192,13 +192,13 @@ class PushReceiver:
         push, session = self._pushes.get((ask.training, ask.rank)), link.session
         reason = ""
         if push is None or push.stopped or push.name != ask.push:
-            reason = "there is no such push"
+            reason = "this transfer is not known here"
         elif (push.host, push.instance) != (session.peer_host, session.peer_instance):
-            reason = "the push is another agent's"
+            reason = "this transfer belongs to another agent"
         elif ask.number in push.beside:
-            reason = "that connection is there already"
+            reason = "this connection exists already"
         elif self._parts.expects(push.ask) or ask.number >= stripes.count_connections():
-            reason = "so many connections are not wanted"
+            reason = "too many connections for one transfer"
         if push is None or reason:
             await link.flush(peer.PushAnswer(reason))
             raise LinkClosed(f"bytes of shard {ask.rank} from {session.peer_host} refused: {reason}")
@@ -219,7 +219,7 @@ class PushReceiver:
         ask, membership, incarnation = push.ask, self._membership, self._membership.training
         training, shard = self._trainings.get(ask.training), self._store.get(ask.training, ask.rank)
         if push.stopped or incarnation is None or training is None:
-            return "this node has no part in a running training"
+            return "no training of the job runs on this node now"
         if ask.epoch != membership.epoch or ask.round != membership.round:
             return f"this node is at epoch {membership.epoch}, round {membership.round}"
         if self._parts.expects(ask):
@@ -396,7 +396,7 @@ class PushReceiver:
                 return
             chunk, arrival = link.receive(peer.PushChunk), push.arrival
             if arrival is None:
-                raise LinkClosed("bytes of no version")
+                raise LinkClosed("bytes that belong to no version")
             if into is None or into.arrival is not arrival:
                 into = Connection(arrival, link, SILENCE_S)
             into.receive(chunk)
@@ -507,7 +507,9 @@ class PushReceiver:
         self.bytes += claimed.used_bytes - ranges.count_bytes(taken.present) + taken.again
         counts = self._filling.complete_slot(taken.shard, taken.index, claimed, found)
         if counts and taken.again:
-            detail = f"shard of rank {taken.shard.rank}: {taken.again} bytes were damaged on the way, and came again"
+            detail = (
+                f"shard of rank {taken.shard.rank}: {taken.again} bytes were damaged on the way, and were sent again"
+            )
             self._log("mended", version=taken.stamp.version, detail=detail)
         if taken.filled and found != claimed.digest:
             taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"

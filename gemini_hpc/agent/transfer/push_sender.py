@@ -232,7 +232,7 @@ class Channel:
         self._there.clear()
         with self._lock:
             if self._stopped:
-                raise PushLost("given up")
+                raise PushLost("the transfer was stopped")
             if self._link is not None and not self._awaited and self._link.lead.find_ready(self._link.links, 0):
                 self._link = None  # only its end can arrive, which the reader is about to see
         try:
@@ -260,12 +260,12 @@ class Channel:
         with self._lock:
             if self._stopped:
                 work.close()
-                raise PushLost("given up")
+                raise PushLost("the transfer was stopped")
             self._on_loop = awaited = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return awaited.result()
         except CancelledError:
-            raise PushLost("given up") from None
+            raise PushLost("the transfer was stopped") from None
 
     def _send(self, most: int) -> None:
         """Send the next bytes of the version: at most so many, and no more than one step."""
@@ -307,7 +307,7 @@ class Channel:
     def _check_wanted(self) -> None:
         with self._lock:
             if self._stopped or self._link is None:
-                raise PushLost("given up")
+                raise PushLost("the transfer was stopped")
 
     def _forget_writer(self) -> None:
         writer, self._writer = self._writer, None
@@ -322,7 +322,7 @@ class Channel:
     def _finish_version(self) -> None:
         link = self._link
         if link is None or self._file is None or self._reading is None or not self._taken:
-            raise PushLost("the end of a version that the holder has not taken")
+            raise PushLost("the rank ended a version that the holder has not accepted")
         while left := self._count_left():
             self._send(left)
         link.wait_acknowledged()
@@ -352,7 +352,7 @@ class Channel:
             PushLost: There are no such pieces.
         """
         if list(numbers) != sorted(set(numbers)) or numbers[-1] >= pieces.count:
-            raise PushLost("pieces that do not exist")
+            raise PushLost("the rank asks for pieces that do not exist")
         link = self._expect(peer.PushVerified)
         assert self._file is not None
         for number in numbers:
@@ -425,7 +425,7 @@ class Channel:
         """
         shard, incarnation = self._store.get(self.training, self.rank), self._membership.training
         if shard is None or incarnation is None:
-            raise PushLost("this node has no part in a running training")
+            raise PushLost("no training of the job runs on this node now")
         epoch = self._membership.epoch
         index = shard.pair.find_slot(Stamp(epoch, m.version))
         if index is None or shard.pair.slots[index].state != "filling" or not 0 < m.used <= shard.bytes:
@@ -565,7 +565,7 @@ class Channel:
                 raise PushLost(reason)
             if isinstance(message.window, peer.WriteWindow):
                 if self._writer is None:
-                    raise PushLost("a window that nobody asked for")
+                    raise PushLost("the holder sent an RDMA window without a request")
                 with self._rest_on_failure():
                     self._writer.connect(message.window)
             self._part = Digest() if message.part else None
@@ -594,7 +594,7 @@ class Channel:
         incarnation = self._membership.incarnation
         with self._lock:
             if self._stopped:
-                raise PushLost("given up")
+                raise PushLost("the transfer was stopped")
             if not self._awaited and self._sent == self._arrived:
                 return
             silent_s = clock.monotonic() - self._progress
