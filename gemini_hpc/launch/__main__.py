@@ -46,8 +46,8 @@ def main(words: list[str]) -> program.Program | int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of SCRIPT")
     given = parser.parse_args(words)
     wanted = program.Program(given.script, given.module, tuple(given.arguments))
-    if not given.module and not os.path.exists(given.script):
-        lines.write_line(f"launch: {given.script}: no such file")
+    if problem := wanted.find_problem():
+        lines.write_line(f"launch: {problem}")
         return 2
     path = os.environ.get(SOCKET_ENV, "")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import runpy
 import sys
@@ -35,6 +36,18 @@ class Program:
         given = sys.orig_argv[1:]
         options = given[: given.index("-m")] if "-m" in given else []
         return [sys.executable, *options, *(["-m"] if self.module else []), self.script, *self.arguments]
+
+    def find_problem(self) -> str:
+        """Return why there is nothing to run, or "". Nothing is imported."""
+        if self.module:
+            top = self.script.partition(".")[0]  # to find the rest would import it
+            with suppress(ImportError, ValueError):
+                if top and importlib.util.find_spec(top) is not None:
+                    return ""
+            return f"no module named {self.script[:80]!r}"
+        if os.path.isdir(self.script) and not os.path.exists(os.path.join(self.script, "__main__.py")):
+            return f"{self.script}: a directory without __main__.py"
+        return "" if os.path.exists(self.script) else f"{self.script}: no such file"
 
     def prepare(self) -> None:
         """Import the modules that the script imports at its top level.

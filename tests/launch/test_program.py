@@ -110,6 +110,10 @@ def test_mistakes_are_told_without_a_traceback(tmp_path: Path) -> None:
     for words, said in [
         ([], "required: SCRIPT"),
         (["none.py"], "none.py: no such file"),
+        ([str(tmp_path)], f"{tmp_path}: a directory without __main__.py"),
+        (["-m", "none.x"], "no module named 'none.x'"),
+        (["-m", ""], "no module named ''"),
+        (["-m", ".x"], "no module named '.x'"),
         (["--max-restarts=x", "a"], "whole"),
     ]:
         done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)  # noqa: PLW1510
