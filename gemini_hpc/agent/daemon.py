@@ -247,7 +247,7 @@ class Agent:
         if identity.settings.interface and not identity.interface:
             self._log(
                 "error",
-                detail=f"interface {identity.settings.interface} has no IPv4 address on {identity.node}: listening on all",
+                detail=f"interface {identity.settings.interface} has no IPv4 address: listening on all others",
             )
         self._local = LocalServer(
             f"{identity.directory}/{own_directory.SOCKET}",

@@ -87,7 +87,7 @@ class PeerServer:
                 failure = exc
         reason = failure.strerror or failure if failure is not None else "none was tried"
         raise SystemExit(
-            f"gemini-hpc: none of the {len(ports)} TCP ports {min(ports)}-{max(ports)} of job {identity.job} is free on "
+            f"gemini-hpc: none of the TCP ports {min(ports)}-{max(ports)} of job {identity.job} is free on "
             f"{identity.node} ({reason}): free some, or raise agent_port_count"
         )
 

@@ -187,7 +187,7 @@ class Sessions:
         training = self._trainings.get_or_create(name)
         if training.greeted and m.world != training.world:
             raise RequestRejected(
-                f"rank {m.rank} counts {m.world} ranks, the others count {training.world}: start all with one WORLD_SIZE"
+                f"rank {m.rank} counts {m.world} ranks, the others {training.world}: start all with one WORLD_SIZE"
             )
         training.greeted.add(m.rank)
         if not m.rejoin:

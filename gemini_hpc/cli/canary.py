@@ -110,7 +110,7 @@ def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.
         raise RefusedError("only root may take a node away: run it as root")
     settings = facts.settings
     if not settings.list_controller_hosts():
-        raise RefusedError("controller_host is empty: without a controller there is nothing to see")
+        raise RefusedError("controller_host is empty in the settings: only a controller acts on a lost node")
     if mode := Gate(settings).explain_refusal([partition]):
         raise RefusedError(f"the controller would not act ({mode}): see docs/first_month.md")
     if not settings.canary_program:
@@ -130,7 +130,7 @@ def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.
         raise RefusedError(f"{len(idle)} nodes of {partition} are idle, and the canary needs {NODES}: try later")
     for node in idle:
         if problem := canary.call_program(settings.canary_program, "check", node, 0):
-            raise RefusedError(f"what is taken away on {node} could not be undone: {problem}")
+            raise RefusedError(f"{node} could not be brought back afterwards: {problem}")
     return settings, who, idle
 
 

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> frame.Result | int:
         status = UNUSABLE
     accepted: tuple[str, ...] = read_or((), lambda: facts.settings.accepted_warnings)
     for name in sorted(set(accepted) - known):
-        frame.print_error("doctor", f"accepted_warnings names no check: {name[:60]!r}")
+        frame.print_error("doctor", f"accepted_warnings in the settings names no check: {name[:60]!r}")
     roles = sorted(read_or(frozenset((LOGIN,)), lambda: facts.roles))
     slurm = read_or("", lambda: str(facts.conf.release))
     d = build_document(findings, facts.here, roles, name_user(facts.uid), slurm, status, clock.time())

@@ -122,7 +122,7 @@ def find_directory(what: str, tier: str, config: str) -> str:
 
 
 def _report_skipped(text: str) -> None:
-    frame.print_error("export", f"passed over: {text}")
+    frame.print_error("export", f"skipped: {text}")
 
 
 def _find_site_tier(config: str, job: str) -> str:

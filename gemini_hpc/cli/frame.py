@@ -172,7 +172,7 @@ def find_raw_id(text: str) -> int:
     """
     m = JOB_ID.fullmatch(text)
     if m is None:
-        raise UsageError(f"{text[:80]!r} is not a job id: wanted a number")
+        raise UsageError(f"{text[:80]!r} is not a job id: wanted a number, or 10_3 of an array")
     job = int(m[1]) if m[2] is None else _find_task_raw_id(text)
     if job >= 1 << 32:
         raise UserError(f"job {job}: unknown, or not yours")

@@ -106,14 +106,15 @@ def _await_healthy_nodes(path: str, ended: threading.Event, *, own: bool = False
             healthy_since = None
             if not waits and (verdict.dead or clock.monotonic() - began > VERDICT_WAIT_S):
                 waits = True
-                _say("a node of the job is dead, or silent for too long: waiting for Slurm to requeue the job")
+                found = f"{', '.join(verdict.dead or verdict.suspect)[:200]} {'dead' if verdict.dead else 'silent'}"
+                _say(f"{found}: waiting up to {REQUEUE_WAIT_S:g} s for Slurm to requeue the job")
         else:
             healthy_since = healthy_since or clock.monotonic()
             if clock.monotonic() - healthy_since >= HEALTHY_FOR_S:
                 return True
         ended.wait(0.1)
     if dead and not ended.is_set():
-        _send_back(f"nobody has requeued this job in {REQUEUE_WAIT_S:g} s", ended)
+        _send_back(f"Slurm has not requeued this job within {REQUEUE_WAIT_S:g} s", ended)
     return False
 
 
@@ -121,7 +122,7 @@ def _send_back(why: str, ended: threading.Event) -> None:
     """Requeue the job, and wait for Slurm to end it."""
     _say(f"{why}: requeuing it")  # printed first, because Slurm's requeue ends this process
     if problem := sendback.requeue_job():
-        _say(f"Slurm does not requeue this job: {problem}")
+        _say(f"Slurm does not requeue this job, so it ends with status {EXIT_NOT_REQUEUED}: {problem}")
         return
     ended.wait(SENT_BACK_WAIT_S)
 
@@ -139,7 +140,7 @@ def _fit_tasks(environ: MutableMapping[str, str]) -> None:
     names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
     tasks, nodes, most = (parse_number(environ.get(name, "")) for name in names)
     if tasks > nodes * most > 0:
-        _say(f"the job now has {nodes} nodes: {nodes * most} tasks instead of {tasks}")
+        _say(f"the job now has {nodes} nodes: the step starts {nodes * most} tasks instead of {tasks}")
         environ["SLURM_NTASKS"] = environ["SLURM_NPROCS"] = str(nodes * most)
 
 
@@ -157,7 +158,7 @@ def _fit_nodes(environ: MutableMapping[str, str]) -> None:
     if tasks := parse_number(os.environ.get("SLURM_NTASKS", "")):
         environ["SLURM_NTASKS"] = environ["SLURM_NPROCS"] = str(tasks * len(left) // had)
     environ.pop("SLURM_TASKS_PER_NODE", None)
-    _say(f"the job goes on with {len(left)} of its {had} nodes: so does its next step")
+    _say(f"the job has {len(left)} of its {had} nodes left: its next step runs on those")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -179,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             agents.start(os.environ)
             if args.spares and "gemini_hpc.launch" not in " ".join(command):
-                _say("--spares needs the launcher: ... -- srun python -m gemini_hpc.launch train.py")
+                _say("--spares has no effect without the launcher: use srun python -m gemini_hpc.launch train.py")
             status = _run_command(command, args.max_restarts, own=True)
         finally:
             agents.end(status)
@@ -201,13 +202,14 @@ def _run_command(command: list[str], max_restarts: int, *, own: bool) -> int:
         try:
             step = _Step(command, env, path, ended, own=own)
         except OSError as exc:
-            _say(f"{command[0]}: {exc.strerror}")
+            _say(f"cannot start {command[0]!r}: {exc.strerror}")
             return 127
         status = step.wait()
         if status in (0, 130) or ended.is_set():
             return status
         if not path:
-            _say(f"the step ended with status {status}; not restarted: no agent protects this job")
+            why_not = "no agent protects this job (sbatch --gemini-replicas=N)"
+            _say(f"the step ended with status {status}; not restarted: {why_not}")
             return status
         reached = _ask_progress(path)
         healthy = _await_healthy_nodes(path, ended, own=own)
@@ -216,7 +218,7 @@ def _run_command(command: list[str], max_restarts: int, *, own: bool) -> int:
         if not healthy:
             return EXIT_NOT_REQUEUED
         if sent := step.find_ending_signal(status):
-            _say(f"somebody ended the step with {sent.name}: not restarted")
+            _say(f"{sent.name} ended the step: not restarted")
             return status
         message = f"the step ended with status {status}"
         last = _ask_last_end(path)

@@ -298,7 +298,7 @@ class AgentClient:
         try:
             sock = self._sock
             if sock is None:
-                raise AgentLost("the agent is not there")
+                raise AgentLost("the agent of this node is gone")
             try:
                 reply, fds = _exchange(sock, message, timeout_s)
             except AgentLost:

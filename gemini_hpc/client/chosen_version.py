@@ -30,7 +30,7 @@ def fetch_on_all(
     for attempt in range(1, ATTEMPTS + 1):
         welcome = session.welcome
         for line in welcome.lost:
-            session.say_once(f"memory could not serve: {line}")
+            session.say_once(f"not loaded from memory: {line}")
         if not welcome.chosen_version:
             return []
         shards: list[S] = []
@@ -44,4 +44,4 @@ def fetch_on_all(
             join_anew()
             if not session.protected:
                 session.try_again(f"version {welcome.chosen_version} cannot be loaded without the agents")
-    return session.try_again(f"version {session.welcome.chosen_version} is not readable everywhere")
+    return session.try_again(f"version {session.welcome.chosen_version} cannot be read on every rank")

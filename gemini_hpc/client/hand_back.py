@@ -67,7 +67,9 @@ def map_agent_memory(shard: K, training_name: str, exchange: Exchange, make: Cal
         )
     )
     if not isinstance(reply, local.Slots) or reply.bytes != shard.total_bytes:
-        raise AgentRefused(f"the agent has no memory for the shard of rank {shard.rank}: {reply}")
+        raise AgentRefused(
+            f"the agent has no memory for the shard of rank {shard.rank}: {local.describe_refusal(reply)}"
+        )
     now = make(fds)
     if [os.fstat(s.fd).st_ino for s in now.slots] == [os.fstat(s.fd).st_ino for s in shard.slots]:
         now.close()

@@ -197,13 +197,14 @@ def find_problem(notices: Sequence[JoinNotice], own_notice: JoinNotice, *, with_
         (n.redundancy, n.epoch, n.chosen) != (own_notice.redundancy, own_notice.epoch, own_notice.chosen)
         for n in notices
     ):
-        return "the ranks' agents do not agree about the job"
+        return "the agents of the ranks disagree about the job: see gemini-hpc inspect"
     if own_notice.redundancy.parity and not with_parity:
-        return "it cannot do with parity: submit it with --gemini-replicas, not with --gemini-redundancy"
+        return "it cannot use parity: submit it with --gemini-replicas, not with --gemini-redundancy"
     nodes, m = sorted({n.node_rank for n in notices}), own_notice.replicas
     if m > len(nodes):
         wanted = f"groups of {m} nodes" if own_notice.parity else f"{m} replicas"
-        return f"{wanted} asked for, but the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+        runs_on = f"{len(nodes)} node{'s' * (len(nodes) > 1)}"
+        return f"{wanted} asked for, but the training runs on {runs_on}: start ranks on more nodes, or ask for fewer"
     lacking = placement.find_stranger(collect_keepers(notices))
     if lacking:
         return (

@@ -76,7 +76,7 @@ class RestartLimit:
             self.restarts = max(self.restarts, self._memory)
             self._memory += 1
         if self.restarts >= self._most:
-            return f"{self.restarts} restarts are used up"
+            return f"--max-restarts={self._most} is reached"
         if again:
             return f"it {describe_repeat(reached)}"
         if self._barren > 1:

@@ -183,7 +183,7 @@ class SealGate:
                 if self._lost() or page is None:
                     lost_at = min(lost_at, now)
                     if now - lost_at >= self._lost_s:
-                        self.degrade("the agent is gone")
+                        self.degrade("the agent of this node is gone")
                         return False
                     clock.sleep(_POLL_S)
                     continue
@@ -193,7 +193,9 @@ class SealGate:
                 since, most_s = (begun, limit_s) if stuck else (max(begun, moved_at()), quiet_s)
                 if now - since > most_s:
                     late = f"version {wanted[1]} was not sealed within {most_s:g} s"
-                    self.degrade("the agents cannot seal now" if stuck else late)
+                    self.degrade(
+                        "the agents cannot seal: a node is missing, or a recovery goes on" if stuck else late
+                    )
                     return False
                 if not stuck and now - max(begun, began_at()) > patience_s:
                     return False

@@ -197,10 +197,9 @@ class RankSession:
         """
         closed = self.welcome.closed
         if closed and self.version <= closed:
-            end = "it has its end again" if self.version == closed else f"version {self.version} is its newest copy"
             self.say_once(
-                f"{self._what} {self.name} was closed at version {closed} by an earlier start: {end}. "
-                f"A script that leaves out what is done gives each {self._what} a name of its own"
+                f"{self._what} {self.name} was closed at version {closed} by an earlier start, and resumes at "
+                f"version {self.version}. If the script skips what is done, give each {self._what} a name= of its own"
             )
 
     def exit_if_done(self) -> None:
@@ -212,13 +211,13 @@ class RankSession:
         if not welcome.closed or welcome.chosen_version:
             return
         self.say_once(
-            f"{self._what} {self.name} was closed at version {welcome.closed}, and that version has gone: a later "
+            f"{self._what} {self.name} was closed at version {welcome.closed}, and that version is gone, as a later "
             f"{self._what} of the job has been sealed since. "
             + (
-                "Ending this step with success, as it has nothing left to do"
+                "Ending this step with success: it has nothing left to do"
                 if welcome.passed
-                else "Ending: it would go on untrained. Give the job a tier; or give each training a name, and have "
-                "the script leave out what is done"
+                else "Ending this step with status 1: it would begin untrained. Give the job a tier; or give each "
+                f"{self._what} a name= of its own, and let the script skip what is done"
             )
         )
         self.version = welcome.closed
@@ -233,8 +232,8 @@ class RankSession:
         welcome = self.welcome
         if welcome.others and not (welcome.chosen_version or welcome.closed or welcome.lost):
             self.say_once(
-                f"{self._what} {self.name} begins anew, but there is {', '.join(welcome.others)}: what is to be "
-                "resumed needs the same name= in each start, none from the clock"
+                f"{self._what} {self.name} begins anew, but the job has {', '.join(welcome.others)}: to "
+                "resume that, pass the same name= at each start, not one made from the time"
             )
 
     def say_shared(self, sentences_by_rank: Sequence[Sequence[str]]) -> None:
@@ -388,7 +387,7 @@ class RankSession:
         try:
             return OwnProgress(lambda: self.collectives()._replace(version=self.version))
         except OSError as error:
-            self.record_finding(f"hangs of this rank are not noticed: {error}")
+            self.record_finding(f"hangs of this rank are not noticed: {error.strerror or error}")
             return None
 
     def _close_progress(self) -> None:
@@ -407,7 +406,7 @@ class RankSession:
 
         Beginning anew would replace that version by a worse one. The copies stay for the next launch.
         """
-        self.say_once(f"{why}; ending with {TRY_AGAIN_EXIT} so that a new launch can load it")
+        self.say_once(f"{why}; ending with exit status {TRY_AGAIN_EXIT}: the next launch tries again")
         if self.client is not None:
             self.client.close()
         self._leave(TRY_AGAIN_EXIT)
@@ -439,7 +438,7 @@ class RankSession:
             AgentLost: Protection has ended.
         """
         if self.client is None or not self.protected:
-            raise AgentLost(self.findings[-1] if self.findings else "the agent is gone")
+            raise AgentLost(self.findings[-1] if self.findings else "the agent of this node is gone")
         return self.client
 
     def fetch(self, rank: int) -> tuple[local.Copy, int]:
@@ -459,7 +458,9 @@ class RankSession:
         if not isinstance(reply, local.Copy) or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
-            raise AgentRefused(f"the agent answered Fetch of shard {rank} with {reply}")
+            raise AgentRefused(
+                f"the agent gives no copy of the shard of rank {rank}: {local.describe_refusal(reply)}"
+            )
         return reply, fds[0]
 
     def finish(self, *, success: bool) -> None:
@@ -480,7 +481,8 @@ class RankSession:
                 message = local.Finished(training=self.name, rank=self.rank, version=self.version)
                 self.client.request(message, timeout_s=FINISHED_TIMEOUT_S)
             except (AgentLost, AgentRefused) as error:
-                self.say(f"rank {self.rank}: could not tell the agent that the training has ended: {error}")
+                what = f"the agent does not know that this {self._what} has ended, and keeps its copies"
+                self.say(f"rank {self.rank}: {what}: {error}")
         self.client.close()
         self._close_progress()
 
@@ -488,7 +490,7 @@ class RankSession:
 
     def _on_agent_gone(self) -> None:
         if self.protected and not self.gate.patient:
-            self.gate.degrade("the agent is gone")
+            self.gate.degrade("the agent of this node is gone")
 
     def _hand_memory_back(self, welcome: local.Welcome, exchange: Exchange) -> bool:
         """Hand the memory back to a new agent that has welcomed this rank (on the client's thread)."""
@@ -505,7 +507,7 @@ class RankSession:
                 if keeper.shard is None:
                     continue
                 if not keeper.writing.acquire(timeout=_WRITING_S):
-                    self.end_protection("a copy into replica memory does not finish")
+                    self.end_protection(f"a copy into replica memory has not finished within {_WRITING_S:g} s")
                     return False
                 keeper.grants += 1
                 keeper.writing.release()

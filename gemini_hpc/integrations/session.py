@@ -317,7 +317,7 @@ class StackSession:
             welcome = self._session.welcome
             if self._session.rank == 0:
                 for line in welcome.lost:
-                    self._session.say(f"memory could not serve: {line}")
+                    self._session.say(f"not loaded from memory: {line}")
             own_ranks = range(self._session.rank, welcome.chosen_world, self._session.world)
             try:
                 found = self._run_on_all(lambda: {rank: self._fetch(rank) for rank in own_ranks})  # noqa: B023
@@ -326,7 +326,7 @@ class StackSession:
                 if refusal.rank == self._session.rank:
                     self._session.say(f"version {welcome.chosen_version} cannot be loaded: {refusal}")
                 if attempt == _ATTEMPTS:
-                    self._session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
+                    self._session.try_again(f"version {welcome.chosen_version} cannot be read on every rank")
             self._reconnect()
         own = [
             ShardDescription(s.header, s.manifest, s.small_raw if rank == 0 else b"", _read_note(s))

@@ -204,7 +204,7 @@ class Launcher:
         if sent is not None and is_heeded(sent, status):
             end = End(ended, Cause.CONSEQUENCE, parse_number(self._rank), min(status, 255))
             self._report.add(self._attempt, end, rank, "")
-            state = self._report_end(end, over=f"somebody sent {sent.name}", given_up=False)
+            state = self._report_end(end, over=f"{sent.name} was sent to the step", given_up=False)
             return _derive_status(rank, state)
         if not self._wait_until_healthy():
             self._report.add(self._attempt, NOTHING, rank, "")
@@ -272,7 +272,7 @@ class Launcher:
         began = clock.monotonic()
         problem = find_problem(state.check, lambda: self._signals.was_asked_since(began), _say)
         if problem is not None:
-            _say(f"this node is not healthy: {problem.text}")
+            _say(f"{self._environ.get('SLURMD_NODENAME', 'this node')} is not healthy: {problem.text}")
             self._ask(msgspec.structs.replace(self._build_request(None), unhealthy=problem.text))
             clock.sleep(LEAVE_S)
 
@@ -303,7 +303,8 @@ class Launcher:
         while not self._signals.was_asked_since(began) and clock.monotonic() < began + SUSPECT_S:
             verdict = ask_verdict(self._path)
             if verdict is not None and verdict.dead and not verdict.spared:
-                _say(f"rank {self._rank}: {', '.join(verdict.dead)[:200]} dead: not starting the ranks again")
+                dead = ", ".join(verdict.dead)[:200]
+                _say(f"rank {self._rank}: {dead} dead: not starting the ranks again before the job is requeued")
                 return False
             if verdict is not None and not verdict.suspect and not verdict.dead:
                 return True

@@ -24,7 +24,8 @@ def count_tasks_per_node(environ: Mapping[str, str]) -> int:
     counts = {part.partition("(")[0] for part in text.split(",")}
     count = parse_number(counts.pop())
     if counts or not 0 < count < 100_000:
-        raise Uneven(f"a job with spares needs the same number of tasks on each node, and this step has {text[:100]}")
+        what = "a job with spares needs the same number of tasks on each node (srun --ntasks-per-node)"
+        raise Uneven(f"{what}, and this step has {text[:100]}")
     return count
 
 

@@ -47,6 +47,6 @@ def peek(name: str = "default", *, tier: str | Tier = "", process_group: dist.Pr
     if found < 0:
         if why or rank == 0:
             text = why or "the agents do not agree, or one could not be reached"
-            lines.write_line(f"rank {rank}: cannot tell what there is to resume from: {text}")
+            lines.write_line(f"rank {rank}: cannot find out what there is to resume from: {text}")
         return 0
     return found

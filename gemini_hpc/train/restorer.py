@@ -182,7 +182,7 @@ class Restorer:
             return
         if fresh and self.found.stamp is None:
             session.try_again(f"the state here is rejected ({reason}), and the training may start over")
-        self._give_up(f"{reason}; {why or 'no agent could be told'}")
+        self._give_up(f"{reason}; {why or 'no agent could record it'}")
 
     def _give_up(self, why: str) -> NoReturn:
         """End the job on every rank alike: no version is left, and no call has allowed a fresh start."""

@@ -80,7 +80,7 @@ def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> 
         same = manifest.world == world
         own = shards[rank if same else rank % len(shards)]
         small = restore.load(tree, own, shards, rank, same)
-    what = "; passed over: ".join([f"version {manifest.stamp[1]} of job {manifest.job}", *damaged])
+    what = "; skipped: ".join([f"version {manifest.stamp[1]} of job {manifest.job}", *damaged])
     return Started(
         manifest.stamp[1], what, small["rng"] if same else None, restore.read_saved_units(small, manifest.world)
     )

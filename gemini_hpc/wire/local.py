@@ -761,6 +761,15 @@ Request = (
 PushRequest = PushOffer | PushGo | PushDone
 RescueRequest = Still | CopyLive | Complete | GoOn
 RescueReply = Standing | Copied
+
+
+def describe_refusal(reply: Message) -> str:
+    """Return an answer that is not the one wanted, in words."""
+    if isinstance(reply, Refused):
+        return f"it refuses: {reply.reason}"
+    return f"it answers {reply.__struct_config__.tag!r}"
+
+
 Reply = (
     Ready
     | Verdict

@@ -68,7 +68,8 @@ def test_a_file_system_that_is_away_holds_no_round_up(monkeypatch: pytest.Monkey
     assert look("/net/racks") == (
         {},
         [
-            "failure domains are not known, so nodes side by side hold each other's copies: /net/racks could not be read within 0.05 s"
+            "failure domains are not known, so nodes side by side hold each other's copies: "
+            "/net/racks could not be read within 0.05 s"
         ],
     )
 

@@ -152,8 +152,8 @@ def test_the_end_is_told_to_all_and_stays() -> None:
         assert said.over.startswith("rank 1 ended; another rank") and (await waiting).over == said.over
         assert (await net.state("n1", attempt=3)).over
         net = Net()
-        assert (await net.state("n3", over="3 restarts are used up")).over
-        assert (await net.state("n1", wait_s=5.0)).over == "3 restarts are used up"
+        assert (await net.state("n3", over="--max-restarts=3 is reached")).over
+        assert (await net.state("n1", wait_s=5.0)).over == "--max-restarts=3 is reached"
 
     asyncio.run(play())
 
@@ -207,7 +207,7 @@ def test_a_step_that_is_given_up_is_told_to_who_asks_for_the_verdict() -> None:
 
     async def play() -> None:
         net = Net()
-        await net.state("n3", end=end(2)["end"], over="somebody sent SIGTERM")
+        await net.state("n3", end=end(2)["end"], over="SIGTERM was sent to the step")
         last = net.agents["n1"].last
         assert last is not None and not last.given_up and last.end.rank == 2
         await net.state("n3", step="7.1", end=end(2)["end"], over="it fails at step 8 each time", given_up=True)

@@ -416,7 +416,7 @@ def test_a_damaged_version_is_passed_over(tmp_path: Path, capsys: Told) -> None:
     assert export(tier, "--format", "torch", "-o", out) == 0
     shown, said = capsys.readouterr()
     assert shown.startswith("version 4 of job 7")
-    assert said == f"gemini-hpc export: passed over: {newer}/manifest.json: Input data was truncated\n"
+    assert said == f"gemini-hpc export: skipped: {newer}/manifest.json: Input data was truncated\n"
     out.unlink()
     for asked in ((newer,), (tier, "--version", 5)):
         assert export(*asked, "--format", "torch", "-o", out) == 1

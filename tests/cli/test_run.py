@@ -234,7 +234,7 @@ def test_a_step_that_has_leaked_is_not_started_without_end(agent: Told, attempt:
     assert (status, tries) == (137, 4), said
     for number in (1, 2, 3):
         assert f"(rank 1 was ended: out of memory) on healthy nodes: restart {number} of 3" in said, said
-    assert "not restarted: 3 restarts are used up" in said, said
+    assert "not restarted: --max-restarts=3 is reached" in said, said
 
 
 def test_a_signal_that_somebody_has_sent_to_the_ranks_is_no_failure(attempt: Attempt) -> None:
@@ -325,7 +325,10 @@ def test_where_nobody_requeues_the_job_it_asks_for_it(monkeypatch: pytest.Monkey
     for name, value in (("REQUEUE_WAIT_S", 0.3), ("SENT_BACK_WAIT_S", 0.1)):
         monkeypatch.setattr(verb, name, value)
     monkeypatch.setattr(verb, "ask_verdict", lambda _: local.Verdict(dead=("b",), alive=("a",)))
-    for refuses, last in ((False, "40_42"), (True, "Slurm does not requeue this job: not now")):
+    for refuses, last in (
+        (False, "40_42"),
+        (True, "Slurm does not requeue this job, so it ends with status 75: not now"),
+    ):
         monkeypatch.setattr(Asked, "refuses", refuses)
         assert not verb._await_healthy_nodes("", threading.Event()), last
-        assert happened[-2:] == ["nobody has requeued this job in 0.3 s: requeuing it", last]
+        assert happened[-2:] == ["Slurm has not requeued this job within 0.3 s: requeuing it", last]

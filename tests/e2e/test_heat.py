@@ -63,7 +63,7 @@ def test_a_program_chooses_its_tier_and_fewer_nodes_are_left(cluster: Cluster, t
     cluster.run(["scontrol", "update", f"JobId={job.id}", "NumNodes=2", "NumTasks=2"])
     assert job.finish() == wanted(LONG)
     said = job.said()
-    assert "the job now has 2 nodes: 2 tasks instead of 3" in said and "from the tier" in said, said
+    assert "the job now has 2 nodes: the step starts 2 tasks instead of 3" in said and "from the tier" in said, said
     lives = job.lines("start")
     assert [life["ranks"] for life in lives] == [3, 2] and lives[1]["start"] > 0
     assert job.agrees()

@@ -98,7 +98,7 @@ def test_a_training_that_leaks(group: Callable[[int], Path], launch: Callable[..
     assert min(line["step"] for line in ranks.lines("resumed", attempt=1)) > 0, ranks.story()
     ended = "rank 1 ended with SIGKILL (out of memory: the limit here is 1000 MiB)"
     assert f"{ended}; starting all ranks again: restart 1 of 1" in ranks.output(1), ranks.story()
-    assert f"{ended}; not starting the ranks again: 1 restarts are used up" in ranks.output(1), ranks.story()
+    assert f"{ended}; not starting the ranks again: --max-restarts=1 is reached" in ranks.output(1), ranks.story()
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -169,7 +169,7 @@ def test_a_leak_is_not_started_without_end() -> None:
             tries += 1
             why_not = limit.judge_failure(Reached((1, 10 * tries)), memory=memory)
             assert why_not or limit.restarts == (tries if memory else 1)
-        assert (tries, why_not) == (most, "3 restarts are used up" if memory else "")
+        assert (tries, why_not) == (most, "--max-restarts=3 is reached" if memory else "")
 
 
 def test_other_failures_between_do_not_cure_a_leak() -> None:
@@ -177,4 +177,4 @@ def test_other_failures_between_do_not_cure_a_leak() -> None:
     for version, memory in enumerate((True, False, True, False, False, True)):
         limit.record_start(Reached((1, version)))
         said.append(limit.judge_failure(Reached((1, version + 1)), memory=memory))
-    assert said == [""] * 5 + ["2 restarts are used up"]
+    assert said == [""] * 5 + ["--max-restarts=2 is reached"]

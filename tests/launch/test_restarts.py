@@ -57,7 +57,7 @@ def test_restarts_are_used_up(launch: Launch) -> None:
     codes = ranks.wait()
     assert ranks.attempts() == 2 and codes == [9, 9], ranks.story()
     both = ranks.output(0) + ranks.output(1)
-    assert both.count("not starting the ranks again: 1 restarts are used up") == 1, ranks.story()
+    assert both.count("not starting the ranks again: --max-restarts=1 is reached") == 1, ranks.story()
     assert "rank 0: ending: rank 1 ended with status 9 (exit 9 at toy.py:" in ranks.output(0)
     assert events(ranks) == ["relaunch", "not_relaunched"] and events(ranks, 1) == ["rank_failed"] * 2
 

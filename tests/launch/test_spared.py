@@ -80,7 +80,7 @@ def test_a_loss_is_no_failure_of_the_rank(agents: Agents) -> None:
 
 def test_a_failure_is_one(agents: Agents, capfd: pytest.CaptureFixture[str]) -> None:
     assert launcher(agents, most=0)._decide_after(1, RANK) == 1
-    assert "0 restarts are used up" in capfd.readouterr().err
+    assert "--max-restarts=0 is reached" in capfd.readouterr().err
 
 
 @contextmanager

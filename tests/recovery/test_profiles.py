@@ -134,9 +134,9 @@ def test_a_leak_is_started_three_times_and_is_no_nodes_fault(limited: Cluster) -
     until(lambda: "\nstep ended with" in job.output(), 90, what=f"the end\n{job.story()}")
     ends = re.findall(rf"{re.escape(said)}(.*)", job.output())
     again = [f"starting all ranks again: restart {n} of 3" for n in (1, 2, 3)]
-    assert ends == [*again, "not starting the ranks again: 3 restarts are used up"], job.story()
+    assert ends == [*again, "not starting the ranks again: --max-restarts=3 is reached"], job.story()
     (given_up,) = re.findall(r"run: the step ended with status \d+; not restarted: (.*)", job.output())
-    assert LACKING in given_up and given_up.endswith("3 restarts are used up"), given_up
+    assert LACKING in given_up and given_up.endswith("--max-restarts=3 is reached"), given_up
     assert {line["restart"] for line in job.lines("resumed")} == {0}, job.story()
     judged = [event["detail"] for event in job.events() if event["name"] == "failed_first"]
     assert judged and all("does not count against the node" in detail for detail in judged), judged

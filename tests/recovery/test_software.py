@@ -50,7 +50,7 @@ def test_trainer_killed_starts_again_in_the_same_allocation(lite: Lite) -> None:
 
 def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
     job = LiteJob(cluster, run="gemini-hpc run --max-restarts 1 -- srun false #").submit()
-    until(lambda: "1 restarts are used up" in job.output(), 40, what="restarts used up")
+    until(lambda: "--max-restarts=1 is reached" in job.output(), 40, what="restarts used up")
     assert job.output().count("restart 1 of 1") == 1
 
 

@@ -50,7 +50,7 @@ def test_agent_dies_and_comes_back(make_job: MakeJob, pause: Pause) -> None:
     assert any(m.digest and m.version >= before - 1 for m in back)
     assert job.nodes[1].hellos[-1].rejoin
     assert all(r["report"]["version"] == 24 and r["report"]["state"] == "protected" for r in results)
-    assert "protection is degraded: the agent is gone" in run.stderr[1]
+    assert "protection is degraded: the agent of this node is gone" in run.stderr[1]
     assert "protected again" in run.stderr[1]
     assert not job.corrupt
 

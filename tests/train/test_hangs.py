@@ -114,7 +114,7 @@ def test_where_no_restart_is_left(real_job: MakeJob, ranks: Callable[..., Ranks]
     assert all(process.wait(120) for process in run.processes)
     assert run.begun() == {(0, 0)} and len(events(job, "hung")) == 1
     [(_, why)] = events(job, "not_relaunched")
-    assert " hung: " in why and "0 restarts are used up" in why, why
+    assert " hung: " in why and "--max-restarts=0 is reached" in why, why
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["told", "killed"])

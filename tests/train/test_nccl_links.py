@@ -97,7 +97,7 @@ def test_garbage_in_place_of_a_head_breaks_the_link_at_both_ends(
 ) -> None:
     sender, receiver, _ = run("hostile", head=head)
     assert words in receiver
-    assert "the other end has given up" in sender
+    assert "the other rank has ended the transfer" in sender
 
 
 def test_a_chunk_that_was_not_announced_is_not_sent(run: Runs) -> None:

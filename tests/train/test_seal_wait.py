@@ -89,7 +89,7 @@ def test_agents_that_cannot_seal_are_given_the_time_that_there_is(state: int) ->
     began = time.monotonic()
     assert not scene.gate.wait(1, lambda: False, time.monotonic)
     assert 0.2 <= time.monotonic() - began < 30
-    assert scene.said == ["the agents cannot seal now"]
+    assert scene.said == ["the agents cannot seal: a node is missing, or a recovery goes on"]
     again = Scene(60.0)
     again.page.set_state(state)
     threading.Timer(
@@ -198,7 +198,9 @@ def test_a_ceiling_does_not_cut_a_wait_short_while_a_node_may_be_dead() -> None:
         assert scene.gate.waited_s < 0.3 and not scene.said, "a version of healthy nodes is only late"
         scene.page.set_state(control_page.STATE_FROZEN)
         assert not scene.gate.wait(1, lambda: False, patience_s=0.0, quiet_s=9.0)
-        assert scene.gate.waited_s > 0.35 and scene.said == ["the agents cannot seal now"]
+        assert scene.gate.waited_s > 0.35 and scene.said == [
+            "the agents cannot seal: a node is missing, or a recovery goes on"
+        ]
     finally:
         os.close(scene.fd)
 

@@ -114,7 +114,7 @@ def test_the_launcher_starts_a_step_again(steps: Steps, undisturbed: list[str]) 
     assert steps.run("81.0", 1, 2, launcher=True, dies=[1, 0, 0]) == [0, 0], steps.errors
     assert steps.begun == [("default", 0), ("default", STEPS), ("default+1.2", 0)], steps.errors
     assert steps.digests == [undisturbed[0], *undisturbed[:2]]
-    told = f"training default was closed at version {STEPS} by an earlier start: it has its end again"
+    told = f"training default was closed at version {STEPS} by an earlier start, and resumes at version {STEPS}"
     assert steps.errors[0].count(told) == 1 and told not in steps.errors[1], steps.errors
 
 
@@ -149,7 +149,7 @@ def test_requeued_in_the_middle_of_the_second_step(steps: Steps, undisturbed: li
     assert steps.job is not None
     steps.job.requeue(["n1", "n7"], "0:15")
     assert steps.run("81.0", 1) == [0, 0], steps.errors
-    assert f"training default was closed at version {STEPS}, and that version has gone" in steps.errors[-2]
+    assert f"training default was closed at version {STEPS}, and that version is gone" in steps.errors[-2]
     assert "Ending this step with success" in steps.errors[-2] and "gone" not in steps.errors[-1], steps.errors
     assert steps.run("81.1", 2) == [0, 0], steps.errors
     assert [name for name, _ in steps.begun] == ["default", "default+2.1", "default+2.1"], steps.errors
@@ -212,7 +212,7 @@ def test_a_closed_training_goes_on(steps: Steps, undisturbed: list[str]) -> None
     assert steps.digests[0] == undisturbed[0]
 
 
-@pytest.mark.parametrize(("version", "end"), [(6, "it has its end again"), (5, "version 5 is its newest copy")])
+@pytest.mark.parametrize(("version", "end"), [(6, "resumes at version 6"), (5, "resumes at version 5")])
 def test_a_resume_says_whether_it_has_the_end(version: int, end: str) -> None:
     """The last version may have had no time to be sealed before close()."""
     said: list[str] = []
@@ -220,7 +220,7 @@ def test_a_resume_says_whether_it_has_the_end(version: int, end: str) -> None:
         welcome=SimpleNamespace(closed=6), version=version, _what="training", name="default", say_once=said.append
     )
     RankSession.report_closed(session)
-    assert len(said) == 1 and f"was closed at version 6 by an earlier start: {end}. A script" in said[0]
+    assert len(said) == 1 and f"was closed at version 6 by an earlier start, and {end}. If the script" in said[0]
 
 
 def test_what_has_gone_is_never_begun_anew(steps: Steps) -> None:
@@ -228,7 +228,7 @@ def test_what_has_gone_is_never_begun_anew(steps: Steps) -> None:
     gone = ["default", "default+1.2"]
     assert steps.run("81.0", 1, 2, 3, launcher=True, dies=[2, 4, 0], gone=gone) == [1, 1], steps.errors
     assert [name for name, _ in steps.begun] == ["default", "default+1.2", "default+1.3"], steps.errors
-    told = f"training default was closed at version {STEPS}, and that version has gone"
+    told = f"training default was closed at version {STEPS}, and that version is gone"
     assert told in steps.errors[0] and "Ending: it would go on untrained" in steps.errors[0], steps.errors
 
 

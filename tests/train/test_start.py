@@ -338,7 +338,7 @@ def test_a_damaged_version_is_passed_over(tmp_path: Path) -> None:
     newer.mkdir()
     (newer / version.MANIFEST).write_text("{")
     found = start.load(tree, str(tmp_path), "default", 0, 1)
-    assert found.version == 4 and f"passed over: {newer}/manifest.json" in found.what
+    assert found.version == 4 and f"skipped: {newer}/manifest.json" in found.what
 
 
 @pytest.mark.slow

@@ -64,5 +64,5 @@ class Closings:
         if now != pledges.now and not pledges.put(now):
             self._log(
                 "unwritten",
-                detail="cannot write the list of closed trainings to this node's disk: an agent that dies forgets it",
+                detail="cannot write the list of closed trainings to disk: this node forgets it if its agent dies",
             )

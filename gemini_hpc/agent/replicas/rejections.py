@@ -83,7 +83,7 @@ class Rejections:
         if not pledges.put(msgspec.structs.replace(pledges.now, rejections=tuple(known.values())[-_KEPT:])):
             self._log(
                 "unwritten",
-                detail="cannot write the list of rejected versions to this node's disk: an agent that dies forgets it",
+                detail="cannot write the list of rejected versions to disk: this node forgets it if its agent dies",
             )
         return self.all
 

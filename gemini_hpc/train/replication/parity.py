@@ -35,7 +35,7 @@ class StripeParity:
         self._bytes = self._blocks * max(rooms)
         reply, _ = self._client.request(self._build_registration(), timeout_s=REGISTER_TIMEOUT_S)
         if not isinstance(reply, local.Slots):
-            raise AgentRefused(f"the agent answered a registration of parity with {reply}")
+            raise AgentRefused(f"the agent has no memory for parity: {local.describe_refusal(reply)}")
 
     def register_anew(self, exchange: Exchange) -> None:
         """Register the parity with a new agent, which has nothing of its predecessor's parity.
