@@ -50,7 +50,8 @@ class SlotRequests:
         )
         reply, fds = self._client.request(message, timeout_s=REGISTER_TIMEOUT_S)
         if not isinstance(reply, local.Slots) or reply.bytes != (total_bytes or reply.bytes):
-            raise AgentRefused(f"the agent answered a registration of {total_bytes} bytes with {reply}")
+            what = f"the agent has no {total_bytes} bytes for the shard of rank {self._rank}"
+            raise AgentRefused(f"{what}: {local.describe_refusal(reply)}")
         return reply.bytes, fds
 
     def begin(self, version: int) -> int:
@@ -64,7 +65,7 @@ class SlotRequests:
         reply, _ = self._client.request(local.BeginVersion(training=self._training, rank=self._rank, version=version))
         if isinstance(reply, local.Begun) and reply.slot in (0, 1):
             return reply.slot
-        raise SlotRefused(reply.reason if isinstance(reply, local.Refused) else f"the agent answered with {reply}")
+        raise SlotRefused(reply.reason if isinstance(reply, local.Refused) else local.describe_refusal(reply))
 
     def abort(self, version: int, slot: int) -> bool:
         """Void a slot. Return False if the agent is gone or has gone on; it has then voided the slot itself."""

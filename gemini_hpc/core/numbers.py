@@ -6,7 +6,9 @@ A decoded message, from any peer, holds no number that later code cannot pack, c
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -45,3 +47,41 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 def parse_number(text: str, otherwise: int = 0) -> int:
     """Return the number of a text of one to ten digits, or `otherwise` for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 11 else otherwise
+
+
+def check_argument(
+    name: str, value: object, wanted: str, fits: Callable[[Any], bool], kind: type[Real | Integral] = Real
+) -> None:
+    """Check a number that a program passes as an argument.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        wanted: Description of the values that fit.
+        fits: Returns whether a number of this kind fits.
+        kind: Kind of number.
+
+    Raises:
+        TypeError: The value is no number of this kind.
+        ValueError: The number does not fit.
+    """
+    error = None if isinstance(value, kind) else TypeError
+    if error is None and not fits(value):
+        error = ValueError
+    if error is not None:
+        raise error(f"{name} is {repr(value)[:80]}: wanted {wanted}")
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Check a whole number, as `check_argument` does."""
+    check_argument(name, value, f"a whole number, {least} or more", lambda count: count >= least, Integral)
+
+
+def check_overhead(value: object) -> None:
+    """Check a ceiling on the cost of copies, as `check_argument` does."""
+    check_argument("overhead", value, "a share of the time, above 0 and below 1", lambda share: 0 < share < 1)
+
+
+def check_timeout(name: str, value: object) -> None:
+    """Check a time-out in seconds, as `check_argument` does."""
+    check_argument(name, value, "a number of seconds above 0", lambda timeout_s: timeout_s > 0)

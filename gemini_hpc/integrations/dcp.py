@@ -44,6 +44,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from gemini_hpc.client import joining
+from gemini_hpc.core.numbers import check_timeout
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.dtypes import get_item_bytes
 from gemini_hpc.format.shard_manifest import ShardManifest, TensorRow
@@ -64,7 +66,12 @@ def _get_session(name: str, seal_timeout_s: float, tier: Tier) -> StackSession:
     """Return the session of this process and this name. Creating a session is collective.
 
     The session ends with the process.
+
+    Raises:
+        TypeError, ValueError: An argument cannot work.
     """
+    joining.check_name(name)
+    check_timeout("seal_timeout_s", seal_timeout_s)
     if name not in _sessions:
         if not _sessions:
             atexit.register(_on_exit)
@@ -113,8 +120,6 @@ class GeminiWriter(StorageWriter):
             seal_timeout_s: Longest wait in seconds for the agents to verify all copies.
             tier: As in `gemini_hpc.Checkpointer`. The first one of the process counts.
         """
-        if seal_timeout_s <= 0 or not name:
-            raise ValueError("wanted seal_timeout_s > 0 and a name")
         self.version = 0
         self._id = ""
         self._session = _get_session(name, seal_timeout_s, Tier.from_argument(tier))

@@ -19,6 +19,7 @@ from gemini_hpc.client.session import RankSession
 from gemini_hpc.client.slot_requests import SlotRequests
 from gemini_hpc.client.summary_sender import SummarySender
 from gemini_hpc.core.digest import digest_bytes
+from gemini_hpc.core.numbers import check_count, check_overhead, check_timeout, parse_number
 from gemini_hpc.core.seal_latency import VersionTimes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
@@ -72,8 +73,10 @@ class Checkpointer:
         chunk_bytes: int = _CHUNK_BYTES,
         tier: str | Tier = "",
     ) -> None:
-        if every < 0 or not 0 < overhead < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096:
-            raise ValueError("wanted every >= 0, 0 < overhead < 1, seal_timeout_s > 0 and chunk_bytes >= 4096")
+        check_count("every", every, 0)
+        check_overhead(overhead)
+        check_timeout("seal_timeout_s", seal_timeout_s)
+        check_count("chunk_bytes", chunk_bytes, 4096)
         joining.check_name(name)
         self._comm = comm.Dup()
         self._words = MpiRanks(self._comm)
@@ -102,7 +105,7 @@ class Checkpointer:
             Tier.from_argument(tier),
             seal_timeout_s=seal_timeout_s,
             what="program",
-            local_rank=int(os.environ.get("SLURM_LOCALID", "0") or "0"),
+            local_rank=parse_number(os.environ.get("SLURM_LOCALID", "")),
             say=self._say,
             leave=self._exit_together,
             handing=self._lock,

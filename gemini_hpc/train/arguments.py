@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gemini_hpc.client import joining
+from gemini_hpc.core.numbers import check_argument, check_count, check_timeout
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state.collectives import TorchRanks
 from gemini_hpc.train.state.optimizers import list_with_inner
@@ -83,8 +84,8 @@ def check(
     """Check the arguments that are numbers, names and choices.
 
     Raises:
-        TypeError: `traffic` is not a `Traffic`, or the name is no text.
-        ValueError: Another argument is out of range.
+        TypeError: `traffic` is not a `Traffic`, the name is no text, or a number is none.
+        ValueError: An argument is out of range.
     """
     if not isinstance(traffic, Traffic):
         raise TypeError(f"traffic is a {type(traffic).__name__}, wanted a gemini_hpc.Traffic")
@@ -92,8 +93,9 @@ def check(
         raise ValueError(f"max_repeated is {max_repeated}: wanted 1 or 2")
     if dealt not in get_args(Ownership):
         raise ValueError(f"ownership is {dealt!r}: wanted 'split' or 'full'")
-    if audit < 0 or seal_timeout_s <= 0 or hold_s < 0:
-        raise ValueError("wanted audit >= 0, seal_timeout_s > 0 and hold_s >= 0")
+    check_count("audit", audit, 0)
+    check_timeout("seal_timeout_s", seal_timeout_s)
+    check_argument("hold_s", hold_s, "a number of seconds, 0 or more", lambda wait_s: wait_s >= 0)
     joining.check_name(name)
 
 

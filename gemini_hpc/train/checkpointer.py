@@ -20,6 +20,7 @@ from gemini_hpc import clock
 from gemini_hpc.client import mistake
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.session import RankSession
+from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.tier import names
 from gemini_hpc.train import arguments, failure_hold, meeting
 from gemini_hpc.train.engine import SaveEngine
@@ -124,7 +125,7 @@ class Checkpointer:
             seal_timeout_s=seal_timeout_s,
             hold_s=hold_s,
             parity=True,
-            local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) or "0"),
+            local_rank=parse_number(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))),
             imported_at=IMPORTED_AT,
         )
         meetings = self._meetings = Meetings(ranks, name, session.say)
@@ -168,7 +169,7 @@ class Checkpointer:
         """Return the reason why this rank cannot be protected, or ""."""
         if self._unsupported:
             return f"rank {self._session.rank}: {self._unsupported}"
-        if self._session.world == 1 and not self._apart and int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
+        if self._session.world == 1 and not self._apart and parse_number(os.environ.get("WORLD_SIZE", "")) > 1:
             return "WORLD_SIZE is above 1: call torch.distributed.init_process_group first"
         return ""
 

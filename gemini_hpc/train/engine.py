@@ -119,7 +119,7 @@ class SaveEngine:
         if self.transport is None and session.welcome.replicas > 1:
             self.transport = HostTransport(session)
             if self.traffic.transport == "nccl" and session.redundancy.parity:
-                odd = 'transport="nccl" cannot be used with parity: what goes into it travels over host'
+                odd = 'transport="nccl" has no effect with parity, whose bytes travel over host'
                 session.record_finding(odd)
                 session.say_once(odd)
 

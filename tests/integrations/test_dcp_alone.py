@@ -169,7 +169,7 @@ class TestAlone:
             pickle.dumps(GeminiWriter())
 
     def test_arguments_that_cannot_work(self) -> None:
-        with pytest.raises(ValueError, match="seal_timeout_s > 0"):
+        with pytest.raises(ValueError, match="seal_timeout_s is 0: wanted"):
             GeminiWriter(seal_timeout_s=0)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
+
+from gemini_hpc.core.numbers import check_argument, check_count, check_overhead
 
 Kind = Literal["auto", "host", "nccl"]
 Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemini"]
@@ -48,13 +51,13 @@ class Traffic:
         if self.transport not in get_args(Kind):
             wanted = f"wanted one of {', '.join(get_args(Kind))}; without it the agents carry the copies"
             raise ValueError(f"transport is {self.transport!r}: {wanted}")
-        if self.chunk_bytes and self.chunk_bytes < LEAST_CHUNK_BYTES:
-            wanted = f"wanted 0 (fitted to the link), or at least {LEAST_CHUNK_BYTES}"
-            raise ValueError(f"chunk_bytes is {self.chunk_bytes}: {wanted}")
-        if not 0 < self.mu <= 1:
-            raise ValueError(f"mu is {self.mu}: wanted a share of an idle span, above 0 and at most 1")
-        if self.buffers < 1 or self.every < 0 or not 0 < self.overhead < 1:
-            raise ValueError("wanted buffers >= 1, every >= 0 and 0 < overhead < 1")
+        if self.chunk_bytes != 0:
+            wanted = f"0 (fitted to the link), or a whole number, {LEAST_CHUNK_BYTES} or more"
+            check_argument("chunk_bytes", self.chunk_bytes, wanted, lambda n: n >= LEAST_CHUNK_BYTES, Integral)
+        check_argument("mu", self.mu, "a share of an idle span, above 0 and at most 1", lambda mu: 0 < mu <= 1)
+        check_count("buffers", self.buffers, 1)
+        check_count("every", self.every, 0)
+        check_overhead(self.overhead)
 
     @property
     def device_chunk_bytes(self) -> int:
