@@ -36,8 +36,8 @@ static bool asks_for_too_many_spares(const struct options *options, uint32_t mos
 	if (!options->spares)
 		return false;
 	if (!no_kill && !sure) {
-		slurm_info(MESSAGE_PREFIX "--gemini-spares needs --no-kill: an option here is not known to gemini-hpc, which "
-			   "may hide it. Without --no-kill Slurm ends the job with its first lost node, and requeues it");
+		slurm_info(MESSAGE_PREFIX "--gemini-spares needs --no-kill, which was not found; an option unknown to gemini-hpc may "
+			   "hide it. Without it Slurm ends the job with its first lost node, and requeues it");
 	} else if (!no_kill) {
 		slurm_error(MESSAGE_PREFIX "--gemini-spares needs --no-kill: without it Slurm ends the job with its first "
 			    "lost node");
@@ -68,17 +68,17 @@ static void note_surprises(const struct options *options, bool no_requeue)
 	if (!options->replicas)
 		return;
 	if (no_requeue)
-		slurm_info(MESSAGE_PREFIX "note: --no-requeue: a job that loses a node is not started again, so its copies "
-			   "serve only a step that is started again: use --requeue");
+		slurm_info(MESSAGE_PREFIX "note: with --no-requeue a lost node ends the job, and its copies serve only new "
+			   "steps on healthy nodes: use --requeue");
 	if (options->replicas == 1 && !tier[0])
 		slurm_info(MESSAGE_PREFIX "note: --gemini-replicas=1 keeps no copy on another node: a killed rank resumes, "
 			   "and a lost node takes its state with it: use 2, or add --gemini-tier=DIR");
 	if (number_parse_string(options->text[OPTION_HANG], 1, HANG_USUAL_S - 1, &hang_s))
-		slurm_info(MESSAGE_PREFIX "note: --gemini-hang=%" PRIu64 ": one rank that keeps the others waiting for so long, "
-			   "as a slow read of a file can, starts the step again", hang_s);
+		slurm_info(MESSAGE_PREFIX "note: --gemini-hang=%" PRIu64 ": the step starts again when one rank keeps the others "
+			   "waiting for so long, as a slow read of a file can", hang_s);
 	if (tier[0] && stat(tier, &found) != 0 && (errno == ENOENT || errno == ENOTDIR))
-		slurm_info(MESSAGE_PREFIX "note: --gemini-tier=%s is not there on this host: if it is not there on the nodes "
-			   "either, nothing is saved to it", message_shown(tier, shown));
+		slurm_info(MESSAGE_PREFIX "note: --gemini-tier=%s does not exist on this host: nothing is saved if it does not "
+			   "exist on the nodes either", message_shown(tier, shown));
 }
 
 int allocator_init_post_opt(spank_t sp)

@@ -175,13 +175,11 @@ static const struct {
 	enum option option, needs;
 	const char *why;
 } needs[] = {
-	{ OPTION_TIER, OPTION_REPLICAS, "--gemini-tier protects nothing by itself: add --gemini-replicas=N" },
-	{ OPTION_SPARES, OPTION_REPLICAS,
-	  "--gemini-spares: a spare has nothing to start from without copies: add --gemini-replicas=N" },
+	{ OPTION_TIER, OPTION_REPLICAS, "--gemini-tier has no effect without copies: add --gemini-replicas=N" },
+	{ OPTION_SPARES, OPTION_REPLICAS, "--gemini-spares has no effect without copies: add --gemini-replicas=N" },
 	{ OPTION_TIER_INTERVAL, OPTION_TIER, "--gemini-tier-interval needs a place to save to: add --gemini-tier=DIR" },
 	{ OPTION_HANG, OPTION_REPLICAS, "--gemini-hang needs copies to start again from: add --gemini-replicas=N" },
-	{ OPTION_AFTER, OPTION_REPLICAS,
-	  "--gemini-after: a job that is not protected takes nothing over: add --gemini-replicas=N" },
+	{ OPTION_AFTER, OPTION_REPLICAS, "--gemini-after needs a protected job: add --gemini-replicas=N" },
 };
 
 bool options_complete(void)

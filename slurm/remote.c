@@ -69,7 +69,8 @@ static void tell_why(spank_t sp, const struct config *config, const struct step 
 	uint32_t local_id;
 
 	if (!unprotected_why(config->run_dir, step->job, step->restart, why, &elsewhere))
-		(void)snprintf(why, sizeof(why), "on %.180s there is no agent's map, and its prolog has left no reason", here);
+		(void)snprintf(why, sizeof(why), "the prolog on %.160s started no agent and left no reason: "
+			       "run gemini-hpc doctor there", here);
 	if (task_env_is(sp, ENV_UNPROTECTED, why))
 		;
 	else if (elsewhere && speaks(sp))

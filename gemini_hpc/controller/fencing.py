@@ -293,8 +293,8 @@ def _judge_silent_node(case: Case, witnesses: int) -> Verdict:
         uids = ", ".join(map(str, sorted(case.strangers)))
         return _leave(Veto.STRANGERS, f"jobs of other owners (uid {uids}) run on the node: left to Slurm")
     counts = (
-        (Veto.BUDGET, "budget", case.fenced, case.silent, case.budget),
-        (Veto.USER_BUDGET, "budget of this user", case.user_fenced, case.user_silent, case.user_budget),
+        (Veto.BUDGET, "fence_budget_nodes", case.fenced, case.silent, case.budget),
+        (Veto.USER_BUDGET, "fence_budget_user_nodes", case.user_fenced, case.user_silent, case.user_budget),
     )
     for veto, name, fenced, silent, allowed in counts:
         if fenced + max(1, silent) > allowed:

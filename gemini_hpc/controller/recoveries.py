@@ -201,12 +201,12 @@ class Recoveries(RecoveryContext):
         for name in _list_reserved(records):
             await self._delete(job, name)
         self.journal.write_line(key, "close", "after", outcome="given up")
-        self.log_event(raw_id, restart, "closed", "", f"given up: {why}")
+        self.log_event(raw_id, restart, "closed", "", f"ended unfinished: {why}")
         begun = sorted({str(r.data["node"]) for r in records if r.step == "down"})
         text = f"restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'}"
-        who = "the mode forbids" if self.gate.explain_job_refusal(job) else "Slurm refuses"
+        who = "the mode forbids it" if self.gate.explain_job_refusal(job) else "Slurm refuses it"
         self.alerts.send_alert(
-            "recovery given up", raw_id, "", f"{who} to let a recovery finish: check its nodes ({text})"
+            "recovery given up", raw_id, "", f"a recovery cannot finish, as {who}: check its nodes ({text})"
         )
 
     async def _resume_one(self, key: str, records: list[JournalRecord]) -> None:

@@ -350,7 +350,7 @@ class Recovery:
         rescuing = passed_s < LIMIT_S and self._track.is_rescuing(self.restart)
         if rescuing and not self._has_logged_rescue:
             self._has_logged_rescue = True
-            self.log_event("rescuing", "", "the job's agents copy live state: its step is not ended yet")
+            self.log_event("rescuing", "", "the job's agents copy live state of its ranks: the step ends afterwards")
         return rescuing
 
     async def _hold_ahead(self, facts: SlurmFacts) -> None:

@@ -168,9 +168,9 @@ class Requeue:
                     await asyncio.sleep(_choose_pause_s(now - began, now - asked))
             if not outcome and leave_held:
                 reservation, self.held.name = self.held.name or self.own_request, ""
-                await self._unpin("given up", reservation)
+                await self._unpin("the job does not start", reservation)
             elif not outcome:
-                await self._unpin("given up")
+                await self._unpin("the job does not start")
             return outcome or "given up"
         except asyncio.CancelledError:
             stopped = True  # the controller steps down: the next one takes over the reservation from its journal

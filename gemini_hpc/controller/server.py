@@ -145,7 +145,9 @@ class Controller:
     def _admit(self, greeting: Greeting) -> str:
         hello = greeting.hello
         if hello.cluster != self.settings.cluster_name:
-            return f"this is the controller of cluster {self.settings.cluster_name}"
+            return (
+                f"this is the controller of cluster {self.settings.cluster_name}: the caller's cluster_name differs"
+            )
         if hello.purpose == "control":
             if self._open["stranger", greeting.uid] >= MAX_STRANGERS_PER_UID:
                 return "too many connections that have not registered"

@@ -310,7 +310,7 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
             sock.sendall(pack_bare(client.build_greeting(endpoint.read_remote(sock))))
             envelope = msgspec.msgpack.decode(read_bare(sock, MAX_HELLO_BYTES), type=Envelope)
         if envelope.refusal:
-            raise GreetingError(f"{where} refuses: {envelope.refusal[:200]}")
+            raise GreetingError(f"{where} refuses this host: {envelope.refusal[:200]}")
         opened = credentials.decode(envelope.credential)
     except FrameError:
         raise GreetingError(
@@ -326,7 +326,7 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
     except (credentials.CredentialError, QueryError) as exc:
         raise GreetingError(f"{where}: {exc}") from None
     except msgspec.MsgspecError:
-        raise GreetingError(f"{where} does not speak our protocol") from None
+        raise GreetingError(f"{where} does not speak gemini-hpc's protocol") from None
     if opened.uid not in (slurm_uid, 0):
         raise GreetingError(f"uid {opened.uid} answers at {where}, expected {settings.slurm_user} (uid {slurm_uid})")
     return opened.made_s

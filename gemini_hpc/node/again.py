@@ -56,7 +56,11 @@ def main(argv: list[str]) -> int:
         if not make_directory(load_site_settings().run_dir, job, parse_number("uid", argv[1], 0, 2**32 - 2)):
             return 1
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
-        log_fault("step", job, f"the directory of its agent is gone, and could not be made again: {exc}")
+        log_fault(
+            "step",
+            job,
+            f"the directory of its agent is gone, so ranks here are not protected; it could not be made again: {exc}",
+        )
         return 1
     log_fault("step", job, "the directory of its agent was gone, unmounted or removed: made another one")
     return 0

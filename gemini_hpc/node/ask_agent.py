@@ -94,7 +94,7 @@ def ask(sock: socket.socket, question: dict[str, Any], deadline: float) -> dict[
     except OSError as exc:
         raise ListenerError(f"the agent could not be asked: {exc.strerror or exc}") from None
     if not reply:
-        raise NobodyAnswersError("the agent went away before it answered")
+        raise NobodyAnswersError("the agent ended before it answered")
     if flags & socket.MSG_TRUNC:
         raise ListenerError(f"the agent's reply is longer than {MAX_PACKET_BYTES} bytes")
     try:

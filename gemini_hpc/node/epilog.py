@@ -50,9 +50,15 @@ def main(argv: list[str]) -> int:
         exit_code = parse_number("exit code", argv[3], 0, 2**32 - 1)
         _end_incarnation(load_site_settings(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
-        log_fault("epilog", job, f"could not tell the agent that the job has ended: {exc}")
+        log_fault(
+            "epilog", job, f"the agent does not know that the job has ended, and keeps its memory for now: {exc}"
+        )
     except Exception as exc:  # an epilog that fails drains its node: never for a fault of ours
-        log_fault("epilog", job, f"could not tell the agent that the job has ended: {type(exc).__name__}: {exc}")
+        log_fault(
+            "epilog",
+            job,
+            f"internal error of gemini-hpc ({type(exc).__name__}: {exc}): the agent keeps its memory for now",
+        )
     return 0
 
 
@@ -159,7 +165,11 @@ def _record_end(run_fd: int, run_dir: str, job: int, uid: int, restart: int) -> 
             if has_directory or entries.get(job) is not None:
                 entries.record_end(job, uid, restart)
     except OSError as exc:
-        log_fault("epilog", job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
+        log_fault(
+            "epilog",
+            job,
+            f"could not record the job's end, so nothing ends an agent that hangs: {exc.strerror or exc}",
+        )
 
 
 def _finish_release(run_fd: int, run_dir: str, job: int) -> None:
@@ -199,9 +209,9 @@ def _hold_survivors(job: int, restart: int, place: tuple[str, ...], deadline: fl
         hold = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)
         hold.wait(max(0.2, deadline - clock.monotonic()))  # `subprocess.run` would kill it at the timeout
     except subprocess.TimeoutExpired:
-        log_fault("epilog", job, "the survivors are not held yet: Slurm is slow; still trying")
+        log_fault("epilog", job, "Slurm is slow: the job's other nodes are not reserved yet; still trying")
     except OSError as exc:
-        log_fault("epilog", job, f"could not hold the survivors: {exc}")
+        log_fault("epilog", job, f"could not reserve the job's other nodes, so other jobs may take them: {exc}")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def find_problem(
         return None if stop() else Problem(f"the health check does not end within {limit_s:g} s", hangs=True)
     if not process.returncode:
         return None
-    return Problem(_extract_first_line(text) or f"the health check ended with {process.returncode}")
+    status = process.returncode if process.returncode > 0 else 128 - process.returncode  # as a shell shows it
+    return Problem(_extract_first_line(text) or f"the health check ended with status {status}")
 
 
 def _read_output(process: subprocess.Popen[bytes], stop: Callable[[], bool], deadline: float) -> bytes | None:

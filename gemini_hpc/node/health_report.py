@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
             return 0  # another job's epilog has started the check
         problem = _check(settings, job)
         if problem is not None:
-            log_fault("health", job, f"this node is red: {problem.text}")
+            log_fault("health", job, f"this node is not healthy: {problem.text}")
             _report(settings, job, restart, argv[2], hangs=problem.hangs)
         os.close(lock)
     except (ValueError, ConfigError, ImportError, OSError) as exc:
@@ -79,7 +79,7 @@ def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: boo
     try:
         site_key.adopt(settings)
     except CredentialError as exc:
-        log_fault("health", job, f"no controller was told: {exc}")
+        log_fault("health", job, f"no controller knows of it, so nothing drains this node: {exc}")
         return
     hosts, deadline, why = (
         settings.list_controller_hosts(),
@@ -114,7 +114,7 @@ def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: boo
         if clock.monotonic() > deadline:
             break
         clock.sleep(RETRY_S)
-    log_fault("health", job, f"no controller was told: {why}")
+    log_fault("health", job, f"no controller knows of it, so nothing drains this node: {why}")
 
 
 if __name__ == "__main__":

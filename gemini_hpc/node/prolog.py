@@ -230,7 +230,7 @@ def main(argv: list[str]) -> int:
         _report_unprotected(inc.job, f"{exc}")
         outcome = _UNPROTECTED if _is_exhaustion(exc) else _NOT_STARTED
     except Exception as exc:  # a prolog that fails drains its node: never for a fault of ours
-        _report_unprotected(inc.job, f"{type(exc).__name__}: {exc}")
+        _report_unprotected(inc.job, f"internal error of gemini-hpc ({type(exc).__name__}: {exc})")
         outcome = _NOT_STARTED
     _notes[-1].publish()
     return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
@@ -254,7 +254,7 @@ def _protect_job(inc: JobRun, settings: Settings) -> int:
         return _UNPROTECTED
     if shared:
         log_fault(
-            "prolog", inc.job, f"the job's directory has no file system of its own ({shared}): others can fill it"
+            "prolog", inc.job, f"the job's directory has no file system of its own ({shared}): users can fill it"
         )
     oom.raise_score()
     granted = _compute_share(inc, settings)
@@ -290,7 +290,9 @@ def _record_start(run_dir: str, inc: JobRun) -> ledger.LedgerEntry | None:
             entries.record_start(inc.job, inc.uid, inc.restart)
             return None if known is None or known.released else known
     except OSError as exc:
-        log_fault("prolog", inc.job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
+        log_fault(
+            "prolog", inc.job, f"could not record the agent, so nothing ends it if it hangs: {exc.strerror or exc}"
+        )
         return None
 
 
@@ -307,7 +309,11 @@ def _compute_share(inc: JobRun, settings: Settings) -> tuple[int, str]:
     try:
         part = share.compute_share(inc.slurm_conf, inc.node, inc.nodelist, inc.cpus, inc.gpus)
     except OSError as exc:
-        log_fault("prolog", inc.job, f"its share of the node is not known: {inc.slurm_conf}: {exc.strerror}")
+        log_fault(
+            "prolog",
+            inc.job,
+            f"its share of the node is not known, so its agent may use all: {inc.slurm_conf}: {exc.strerror}",
+        )
     return int(part.part * cgroup.compute_cap_bytes(settings, read_meminfo()["MemTotal"])), part.words
 
 
@@ -438,7 +444,7 @@ def _leave_slurmds_cgroup(inc: JobRun, run_dir: str, choice: Choice, limit_bytes
     except (OSError, ValueError, KeyError) as exc:
         problem = f"{exc}"
     if problem:
-        log_fault("prolog", inc.job, f"the agent stays in slurmd's cgroup: {problem}")
+        log_fault("prolog", inc.job, f"the agent stays in slurmd's cgroup, and counts against its limits: {problem}")
 
 
 def _attach_as_owner(inc: JobRun, settings: Settings, root: socket.socket) -> int:
@@ -451,7 +457,7 @@ def _attach_as_owner(inc: JobRun, settings: Settings, root: socket.socket) -> in
     try:
         answer = _attach(directory, inc, clock.monotonic() + settings.attach_timeout_s, root)
         if answer != "ready":
-            raise ask_agent.ListenerError(f"wanted 'ready', the agent said {answer[:80]!r}")
+            raise ask_agent.ListenerError(f"the agent answers {answer[:80]!r}, wanted 'ready'")
     except ask_agent.ListenerError as exc:
         _report_unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
@@ -479,13 +485,13 @@ def _ask_root_to_start(root: socket.socket, deadline: float) -> tuple[int | None
         root.send(b"!")
         answer, got, _, _ = socket.recv_fds(root, 512, 1)
     except OSError as exc:
-        raise spawn.LaunchError(f"root did not start its process: {exc.strerror or exc}") from None
+        raise spawn.LaunchError(f"the prolog could not start its process: {exc.strerror or exc}") from None
     if answer == _WAIT:
         return None, False
     if answer.startswith(_NO_ROOM):
         raise spawn.NoRoomError(answer.removeprefix(_NO_ROOM).decode(errors="replace"))
     if not got:
-        raise spawn.LaunchError(answer.decode(errors="replace") or "root did not start its process")
+        raise spawn.LaunchError(answer.decode(errors="replace") or "the prolog could not start its process")
     return got[0], answer == _BEREFT
 
 
@@ -535,7 +541,7 @@ def _attach(directory: str, inc: JobRun, deadline: float, root: socket.socket) -
             if clock.monotonic() + POLL_S > deadline:
                 why = "it ended at once" if ended else "it did not open its socket in time"
                 if heard:  # the agent could be started; if its owner's processes end it, the node is not at fault
-                    raise ask_agent.ListenerError(f"the agent went away: {why}") from None
+                    raise ask_agent.ListenerError(f"the agent is gone: {why}") from None
                 raise spawn.LaunchError(why) from None
             clock.sleep(POLL_S)
 
@@ -547,7 +553,7 @@ def _describe_disagreement(absent: object) -> str:
     if not names:
         return "the agents of the job's nodes did not agree in time"
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"no agent can be reached on {', '.join(names[:NAMED])}{more}"
+    return f"no agent answers on {', '.join(names[:NAMED])}{more}"
 
 
 def _ensure_awake(sock: socket.socket, path: str) -> None:

@@ -57,7 +57,9 @@ def ensure_reaper(settings: Settings, where: str, job: int) -> None:
         if (ended or silent) and _is_lock_free(settings.run_dir):
             _start(settings)
     except OSError as exc:
-        log_fault(where, 0, f"no reaper could be started: {exc.strerror or exc}")
+        log_fault(
+            where, 0, f"no reaper could be started, so agents of ended jobs may keep memory: {exc.strerror or exc}"
+        )
 
 
 def _is_lock_free(run_dir: str) -> bool:

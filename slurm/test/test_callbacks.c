@@ -227,12 +227,12 @@ static void one_note(const char *option, const char *text, const char *words)
 static void surprises_are_noted(void)
 {
 	one_note("gemini-replicas", "1", "note: --gemini-replicas=1 keeps no copy on another node");
-	one_note("gemini-hang", "5", "note: --gemini-hang=5: one rank");
+	one_note("gemini-hang", "5", "note: --gemini-hang=5: the step starts again");
 }
 
 static void a_tier_that_does_not_exist(void)
 {
-	one_note("gemini-tier", "/nonexist/a;$(x)", "note: --gemini-tier=/nonexist/a;$(x) is not there on this host");
+	one_note("gemini-tier", "/nonexist/a;$(x)", "note: --gemini-tier=/nonexist/a;$(x) does not exist on this host");
 }
 
 static void a_tier_that_exists(void)

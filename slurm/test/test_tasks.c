@@ -156,7 +156,7 @@ static void says(const char *local_id, const char *inherited, const char *messag
 
 static void test_why(void)
 {
-	static const char nothing_left[] = "on n2 there is no agent's map, and its prolog has left no reason";
+	static const char nothing_left[] = "the prolog on n2 started no agent and left no reason: run gemini-hpc doctor there";
 	static const char *const none[] = { "1 of another incarnation\n", "0\n", "0 \n", "" };
 	static const char long_one[] = "0 xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
 				       "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"

@@ -201,7 +201,7 @@ def test_two_processes_of_one_rank(agent: AgentProcess) -> None:
 
 def test_second_hello_on_a_connection(agent: AgentProcess) -> None:
     trainer = agent.trainer()
-    refused(trainer.caller.hello(0, 1, "other"), "already said hello")
+    refused(trainer.caller.hello(0, 1, "other"), "already joined a training")
     trainer.step()
 
 

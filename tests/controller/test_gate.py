@@ -175,7 +175,7 @@ def test_a_recovery_that_an_earlier_mode_began(tmp_path: Path, found: dict[str, 
     slurm, found["n2"] = HalfDone(), SILENT
     assert take_over(slurm, tmp_path, mode="observe") == []  # type: ignore[arg-type]
     journal = (tmp_path / "journal").read_text()
-    assert '"close"' in journal and "the mode forbids to let a recovery finish" in journal
+    assert '"close"' in journal and "a recovery cannot finish, as the mode forbids it" in journal
 
 
 # ---- Slurm's verdict -----------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_one_users_spent_budget_is_told_and_is_nobody_elses(program: Path, make_
     site.agents(first, 1, now)
     site.cluster.cut_power(now[1])
     said = until(lambda: site.event(first, "not_fenced"))
-    assert "budget of this user: 1 nodes fenced recently" in said["detail"] and said["host"] == now[1]
+    assert "fence_budget_user_nodes: 1 nodes fenced recently" in said["detail"] and said["host"] == now[1]
     assert "event=alert kind=user budget" in site.log()
     until(lambda: len((program.parent / "said").read_text().splitlines()) >= 4)
     lines = (program.parent / "said").read_text().splitlines()

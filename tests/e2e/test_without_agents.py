@@ -103,7 +103,7 @@ def test_one_node_is_ill(cluster: Cluster, ill: str) -> None:
     steps = [f"srun {PYTHON} {write(cluster, f'call-{call}.py', call=call)}" for call in (True, False)]
     text = output(cluster, "ill", ["--gemini-replicas=2"], "\necho next\n".join(steps))
     for part in text.split("next\n"):
-        ends_well(part, f"no agent can be reached on {ill}")
-    assert text.count(f"gemini-hpc: this job is not protected: no agent can be reached on {ill}") == 1, text
+        ends_well(part, f"no agent answers on {ill}")
+    assert text.count(f"gemini-hpc: this job is not protected: no agent answers on {ill}") == 1, text
     assert f"gemini-hpc: this job is not protected on {ill}: /run/gemini-hpc must belong to root" in text
     assert "not protected on n1" not in text

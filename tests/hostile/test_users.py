@@ -76,10 +76,10 @@ def test_no_kill_is_told_at_submission(site: Site) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--gemini-replicas=2", "--no-requeue"], "--no-requeue: a job that loses a node is not started again"),
+        (["--gemini-replicas=2", "--no-requeue"], "with --no-requeue a lost node ends the job"),
         (["--gemini-replicas=1"], "--gemini-replicas=1 keeps no copy on another node"),
-        (["--gemini-replicas=2", "--gemini-hang=5"], "--gemini-hang=5: one rank that keeps the others waiting"),
-        (["--gemini-replicas=2", "--gemini-tier=/nonexist"], "--gemini-tier=/nonexist is not there on this host"),
+        (["--gemini-replicas=2", "--gemini-hang=5"], "--gemini-hang=5: the step starts again when one rank"),
+        (["--gemini-replicas=2", "--gemini-tier=/nonexist"], "--gemini-tier=/nonexist does not exist on this host"),
     ],
 )
 def test_what_is_accepted_and_will_surprise_is_noted_once(site: Site, options: list[str], words: str) -> None:
@@ -244,7 +244,7 @@ def test_a_prolog_that_cannot_protect_says_so_in_the_jobs_output(site: Site) -> 
         cluster.exec("n2", ["umount", "/opt/gemini-hpc"])
     text = out.read_text()
     assert "this job is not protected on n2: /opt/gemini-hpc/venv/bin/python3 is missing on this node" in text
-    assert text.count("gemini-hpc: ") == 2 and "this job is not protected: no agent can be reached on n2\n" in text
+    assert text.count("gemini-hpc: ") == 2 and "this job is not protected: no agent answers on n2\n" in text
     assert "n2 has: /opt/gemini-hpc/venv/bin/python3 is missing" in text
-    assert "n1 has: no agent can be reached on n2" in text and "n3 has: the agents of the job's nodes did not" in text
+    assert "n1 has: no agent answers on n2" in text and "n3 has: the agents of the job's nodes did not" in text
     assert f"job={job} restart=0 /opt/gemini-hpc/venv/bin/python3 is missing on this node" in log

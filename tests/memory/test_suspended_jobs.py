@@ -109,7 +109,7 @@ def test_no_common_version_is_unprotected_and_one_line(site: Site, other_version
     job = site.cluster.submit_job(fixed, script="#!/bin/bash\nenv | grep -c GEMINI_SOCKET\necho over\nsleep 600\n")
     until(lambda: out.exists() and "over" in out.read_text(), 30, what="the script")
     said, *rest = out.read_text().splitlines()
-    assert said.endswith("gemini-hpc: this job is not protected: no agent can be reached on n2")
+    assert said.endswith("gemini-hpc: this job is not protected: no agent answers on n2")
     assert rest == ["0", "over"], "plain Slurm"
     wanted = f"protocol {version.CURRENT + 1} to {version.CURRENT + 2}, wanted {version.CURRENT}"
     logs = f"/run/gemini-hpc/{job}/agent.log"

@@ -30,9 +30,9 @@ def program(directory: Path, text: str) -> Path:
         ("exit 0", ""),
         ("echo all is well", ""),
         ("echo; echo ' Xid 79 '; echo more; exit 1", "Xid 79"),
-        ("exit 3", "the health check ended with 3"),
-        ("echo no > /dev/stderr; exit 1", "the health check ended with 1"),
-        ("kill -9 $$", "the health check ended with -9"),
+        ("exit 3", "the health check ended with status 3"),
+        ("echo no > /dev/stderr; exit 1", "the health check ended with status 1"),
+        ("kill -9 $$", "the health check ended with status 137"),
         ("printf 'a\\033[2Jb\\377'; exit 1", "a?[2Jb\ufffd"),
         ("head -c 2000000 /dev/zero | tr '\\0' x; exit 1", "x" * 150),
         ("sleep 60 & echo red; exit 1", "red"),  # what it leaves behind is not waited for

@@ -467,7 +467,10 @@ def test_read_only_cgroups_are_one_line_and_no_failure(node: Node) -> None:
         pytest.skip("no memory cgroup (v1) on this machine")
     node.site("strict_prolog = true")
     prolog = node.prolog()
-    assert "stays in slurmd's cgroup: /sys/fs/cgroup/memory is mounted read-only" in one_line(prolog)
+    assert (
+        "stays in slurmd's cgroup, and counts against its limits: /sys/fs/cgroup/memory is mounted read-only"
+        in one_line(prolog)
+    )
     assert prolog.returncode == 0 and len(node.agents()) == 1
 
 
@@ -562,14 +565,14 @@ UNAGREED = "the agents of the job's nodes did not agree in time"
 @pytest.mark.parametrize(
     ("absent", "words"),
     [
-        (["n2"], "no agent can be reached on n2"),
-        ([f"n{k}" for k in range(2, 14)], "no agent can be reached on n2, n3, n4, n5, n6, n7, n8, n9 and 4 more"),
+        (["n2"], "no agent answers on n2"),
+        ([f"n{k}" for k in range(2, 14)], "no agent answers on n2, n3, n4, n5, n6, n7, n8, n9 and 4 more"),
         ([], UNAGREED),
         (None, UNAGREED),
         ("n2", UNAGREED),
         ({"n2": 1}, UNAGREED),
         ([1, None, ["n2"], "", "n2;reboot", "n2\n9 other words", "x" * 65], UNAGREED),
-        (["$(id)", "n3"], "no agent can be reached on n3"),
+        (["$(id)", "n3"], "no agent answers on n3"),
     ],
 )
 def test_a_disagreement_names_the_nodes_without_an_agent(node: Node, absent: object, words: str) -> None:

@@ -72,7 +72,9 @@ def test_a_red_node_is_left(cluster: Cluster) -> None:
 
     until(on_the_spare, 30, what=f"the spare trains\n{job.story()}")
     details = {e["name"]: e["detail"] for e in job.events()}
-    assert details["sick"] == f"health check on {node}: Xid 79: GPU has fallen off the bus: left", details
+    assert (
+        details["sick"] == f"health check on {node}: Xid 79: GPU has fallen off the bus: the job moves off {node}"
+    ), details
     job.finish(60)
     assert job.state == "COMPLETED" and job.slurm()["Restarts"] == "0", job.story()
     until(lambda: "DRAIN" in state(cluster, node), 20, what="drained by root's own check")
@@ -96,7 +98,11 @@ def test_root_checks_after_the_job_and_only_a_red_node_is_drained(cluster: Clust
     began = time.time()
     red = fail(job, 2, red='Xid 48"\nReason=free')
     until(lambda: len(begun(job, began)) == 3, 30, what=f"it goes on\n{job.story()}")
-    until(lambda: "not left" in {e["name"]: e["detail"] for e in job.events()}.get("sick", ""), 20, what=job.story())
+    until(
+        lambda: "the job stays on" in {e["name"]: e["detail"] for e in job.events()}.get("sick", ""),
+        20,
+        what=job.story(),
+    )
     assert " is not healthy: Xid 48" in job.output()
     assert "only root reports a node's health" in say_red(job, red, red, user="alice")
     assert "DRAIN" not in state(cluster, red), "the job's word is not enough"

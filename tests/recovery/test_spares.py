@@ -76,7 +76,7 @@ def test_nodes_are_left_and_no_step_is_repeated(lite: Lite) -> None:
     assert "moving" in names and "without" in names and "left_out" in names and "detected" not in names, names
 
     done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), job.hosts()[0]], user="alice")
-    assert done.returncode == 1 and "no spare to go on with" in done.stderr, done.stderr
+    assert done.returncode == 1 and "no spare of the job is free" in done.stderr, done.stderr
     job.finish(60)
     assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED" and not down(job, node), job.story()
 

@@ -143,7 +143,7 @@ def test_a_version_that_cannot_be_loaded_is_left_for_the_next_launch(make_job: M
     run = Run(job, 2, {"kind": "ddp", "steps": 6})
     run.wait(codes=(75,))
     assert "nobody holds shard 1" in run.stderr[0]
-    assert "version 4 is not readable everywhere; ending with 75" in run.stderr[0]
+    assert "version 4 cannot be read on every rank; ending with exit status 75" in run.stderr[0]
     assert not any("Traceback" in err for err in run.stderr)
     assert not job.finished
     for node, shard in zip(job.nodes, shards, strict=True):
@@ -169,7 +169,7 @@ def test_what_the_agents_cannot_see_for_long_is_not_trained_over(make_job: MakeJ
     run = Run(job, 2, {"kind": "ddp", "steps": 6, "not_yet_s": 1.0})
     run.wait(codes=(75,))
     assert "gemini-hpc: waiting: the tier cannot be seen\n" in run.stderr[0] and "waiting" not in run.stderr[1]
-    assert "the tier cannot be seen; ending with 75" in run.stderr[0]
+    assert "the tier cannot be seen; ending with exit status 75" in run.stderr[0]
     assert not any("Traceback" in err for err in run.stderr) and not job.finished
     job.not_yet = 0
     assert [r["start"] for r in train(job, 2, kind="ddp", steps=6)] == [4, 4]

@@ -229,7 +229,9 @@ def test_what_has_gone_is_never_begun_anew(steps: Steps) -> None:
     assert steps.run("81.0", 1, 2, 3, launcher=True, dies=[2, 4, 0], gone=gone) == [1, 1], steps.errors
     assert [name for name, _ in steps.begun] == ["default", "default+1.2", "default+1.3"], steps.errors
     told = f"training default was closed at version {STEPS}, and that version is gone"
-    assert told in steps.errors[0] and "Ending: it would go on untrained" in steps.errors[0], steps.errors
+    assert (
+        told in steps.errors[0] and "Ending this step with status 1: it would begin untrained" in steps.errors[0]
+    ), steps.errors
 
 
 def test_a_step_that_was_not_closed_is_tried_again(steps: Steps, undisturbed: list[str]) -> None:
@@ -263,9 +265,9 @@ def test_another_name_in_each_start(steps: Steps) -> None:
     assert steps.run("81.0", 1, names=["at-1001"], dies=[0, 4, 0]) == DIED, steps.errors
     assert steps.run("81.1", 1, 2, names=["at-1002", "at-1001"]) == [0, 0], steps.errors
     assert [name for name, _ in steps.begun] == ["at-1001", "at-1002", "at-1001"] and steps.begun[1][1] == 0
-    told = "training at-1002 begins anew, but there is version "
+    told = "training at-1002 begins anew, but the job has version "
     assert [error.count(told) for error in steps.errors[2:]] == [1, 0], steps.errors
-    assert "of training at-1001: what is to be resumed needs the same name= in each start" in steps.errors[2]
+    assert "of training at-1001: to resume that, pass the same name= at each start" in steps.errors[2]
     assert steps.begun[2][1] in (3, 4) and "begins anew" not in steps.errors[2].replace(told, ""), steps.errors
 
 
