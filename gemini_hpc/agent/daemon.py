@@ -395,7 +395,9 @@ class Agent:
             except ValueError as exc:
                 return local.Error(f"node list: {exc}")
             if m.replicas > view.wanted:
-                self._log("refused", detail=f"{m.replicas} replicas on {view.wanted} nodes")
+                self._log(
+                    "refused", detail=f"{m.replicas} replicas need as many nodes, and the job trains on {view.wanted}"
+                )
             incarnation = self._begin_incarnation(m, view)
             if m.bereft:
                 self._log(

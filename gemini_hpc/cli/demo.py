@@ -318,7 +318,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.cuts < 1 or args.steps < _STEPS_PER_CUT * (args.cuts + 1):
         least = _STEPS_PER_CUT * (max(args.cuts, 1) + 1)
-        args.parser.error(f"--cuts is at least 1, and that many cuts want --steps of {least} or more")
+        args.parser.error(f"wanted --cuts of 1 or more, and --steps of {least} or more for that many cuts")
     if args.json and not Path(args.json).absolute().parent.is_dir():
         args.parser.error(f"--json {args.json}: no such directory")
     show = Show()

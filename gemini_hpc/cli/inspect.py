@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> frame.Result | int:
     def build_result() -> frame.Result:
         answer, failure = source.ask(job)
         if failure is not None and not answer.parts:
-            raise ask.QueryError(f"job {job}: no controller ({failure}) and no agent answers")
+            why = f"no controller ({failure}) and no agent answers: it has ended, or is not protected"
+            raise ask.QueryError(f"job {job}: {why}")
         asked = "controller" if failure is None else "agents"
         document = ask.describe_answer(job, answer, asked, clock.time())
         return frame.Result(document, lambda d: render(sanitize(d), columns.measure_width(), full=args.full))

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> frame.Result:
         document = {"schema": SCHEMA, "figure": args.figure, **asdict(figure)}
         return frame.Result(document, lambda _: format_figure(figure))
     if args.replicas > args.nodes:
-        raise UsageError(f"{args.replicas} replicas on {args.nodes} nodes")
+        raise UsageError(f"{args.replicas} replicas on {args.nodes} nodes: wanted at most one per node")
     try:
         rate = read_failure_rate(args)
         faults = Faults(rate.per_day, rate.hardware, args.shape, args.repair * 3600)

@@ -45,10 +45,9 @@ def run(args: argparse.Namespace) -> frame.Result:
 def list_versions(path: str) -> list[dict[str, Any]]:
     """Return all whole versions below a job's or a training's directory. Raises ValueError, OSError."""
     from gemini_hpc.core.numbers import TRAINING_NAME
-    from gemini_hpc.tier import names, version
+    from gemini_hpc.tier import find, names, version
 
-    if not os.path.isdir(path):
-        raise ValueError(f"{path}: no such directory")
+    find.check_directory(path)
     below = [f"{path}/{entry}" for entry in sorted(os.listdir(path)) if TRAINING_NAME.fullmatch(entry)]
     found = []
     for directory in [path] if version.list_stamps(path) else below:

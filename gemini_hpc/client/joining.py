@@ -87,7 +87,7 @@ def check_name(name: object) -> None:
 def explain_missing_agent() -> str:
     """Return why this process has no agent, as far as the plugin knows."""
     why = os.environ.get(UNPROTECTED_ENV, "")
-    return f"no agent here ({why[:300] or f'{SOCKET_ENV} is not set'})"
+    return f"no agent here ({why[:300] or f'{SOCKET_ENV} is not set: see --gemini-replicas'})"
 
 
 def build_hello(training_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:

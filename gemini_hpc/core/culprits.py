@@ -139,7 +139,7 @@ class Tally:
 def describe_cause(cause: Cause) -> str:
     """Return a phrase that describes the cause to a user."""
     return {
-        Cause.CONSEQUENCE: "failed of another one",
+        Cause.CONSEQUENCE: "failed because of another rank",
         Cause.ABORTED: "aborted",
         Cause.RAISED: "ended with an error",
         Cause.CRASHED: "was killed or crashed",

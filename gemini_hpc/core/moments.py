@@ -104,7 +104,7 @@ def describe_difference(version: int, reports: Iterable[MomentReport]) -> str:
 
     The sentence names the ranks that differ, and by how much.
     """
-    head = f"version {version} is void: the ranks do not mean the same moment of the training with it"
+    head = f"version {version} is void: its shards are of different moments of the training"
     done: dict[int, float] = {r.rank: r.operations / r.usual for r in reports if r.usual}
     ahead = _find_differences(done)
     if not ahead:

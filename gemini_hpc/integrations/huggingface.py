@@ -307,7 +307,7 @@ class GeminiMixin:
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             return "DeepSpeed keeps its state where gemini-hpc cannot find it"
         if self.args.accelerator_config.dispatch_batches:  # type: ignore[attr-defined]
-            return "with dispatch_batches one rank reads for all ranks, and its position in the data is unknown"
+            return "with dispatch_batches one rank reads for all, and its place in the data is unknown: turn it off"
         if self.args.auto_find_batch_size:  # type: ignore[attr-defined]
             return "with auto_find_batch_size optimizer steps cannot be repeated: set a batch size"
         return "a hyperparameter search runs many trainings" if trial is not None else ""

@@ -69,7 +69,7 @@ def main() -> int:
     try:
         settings = load_site_settings()
         if settings.auth != "key":
-            raise ConfigError(f'auth is "{settings.auth}": tickets are for "key"')
+            raise ConfigError(f'auth is "{settings.auth}" in the settings: only "key" has tickets')
         if os.geteuid():
             raise ConfigError("only root can issue tickets")
         asyncio.run(serve(site_key.build_site_key(settings, 0), site_key.TICKETS_PATH))

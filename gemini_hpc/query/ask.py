@@ -368,7 +368,7 @@ async def _flush(settings: Settings, raw_id: int, on_report: Told) -> list[Flush
         if over and not root:
             return over
     if silent:
-        raise QueryError(f"job {raw_id}: {silent} has to do it, but does not answer")
+        raise QueryError(f"job {raw_id}: the save is led by the agent on {silent}, which does not answer")
     raise QueryError(f"job {raw_id}: {_explain_silence(of.job) if of.nodes else _NO_AGENTS}")
 
 
@@ -419,12 +419,16 @@ async def _flush_at(of: Allocation, name: str, on_report: Told) -> list[Flushing
                 begun[message.training] = message
     except LinkClosed:  # the agent closes the connection after its last report
         return over + [
-            msgspec.structs.replace(word, over=True, reason=f"{name} hung up before the version was on the tier")
+            msgspec.structs.replace(
+                word,
+                over=True,
+                reason=f"the agent on {name} closed the connection before the version was on the tier",
+            )
             for word in begun.values()
             if not word.over
         ]
     except TimeoutError:
-        raise QueryError(f"{name} has said nothing for {FLUSH_SILENT_S:.0f} s") from None
+        raise QueryError(f"the agent on {name} has not answered for {FLUSH_SILENT_S:.0f} s") from None
     finally:
         link.abort()
 
@@ -462,6 +466,8 @@ async def _evacuate_at(of: Allocation, name: str, host: str) -> str | None:
             message = await link.receive()
         return message.reason if isinstance(message, Evacuated) else None
     except (LinkClosed, TimeoutError):
-        raise QueryError(f"{name} hung up, or has said nothing for {EVACUATE_S:.0f} s") from None
+        raise QueryError(
+            f"the agent on {name} has closed the connection, or not answered for {EVACUATE_S:.0f} s"
+        ) from None
     finally:
         link.abort()

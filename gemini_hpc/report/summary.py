@@ -96,7 +96,7 @@ def choose_advice(d: Document) -> str:
     if silent and d["slurm"].get("state") == "RUNNING" and state != "recovering":
         return f"run gemini-hpc doctor on {join_names(silent)}: no agent answers there"
     if state == "unprotected":
-        return "see the note; the training runs on, and its copies wait for that"
+        return "see the note; the training runs on without new copies"
     if state == "waiting":
         return "nothing; the copies wait for the job to start again"
     if state == "recovering":
@@ -107,13 +107,13 @@ def choose_advice(d: Document) -> str:
             return (
                 f"look at {hung}"
                 if hung
-                else f"look at the ranks of training {s['name']} (py-spy dump): no step comes"
+                else f"look at the ranks of training {s['name']} (py-spy dump): they complete no step"
             )
     if any(s["state"] == "degraded" for s in d["trainings"]):
         return "see the note; nothing newer is sealed, so a failure repeats more and more steps"
     for s in d["trainings"]:
         if s["tier"] and s["tier"]["problem"]:
-            return f"mend the tier: {s['tier']['problem']}"
+            return f"repair the tier: {s['tier']['problem']}"
     if not d["trainings"]:
         return "nothing, if the training is still starting; else see whether it makes a gemini_hpc.Checkpointer"
     arming = [s["name"] for s in d["trainings"] if s["state"] == "arming"]

@@ -227,7 +227,7 @@ class Slurm:
         """Switch from an API that surprised to the commands, permanently."""
         log.warning("slurm_api=%s event=left-for-commands %s", reader.name, why)
         if self._reader is reader:
-            self._use_way(Way(ways.COMMANDS, f"{reader.name} was given up: {why}", is_fallback=True))
+            self._use_way(Way(ways.COMMANDS, f"{reader.name} is no longer used: {why}", is_fallback=True))
         await reader.close()
 
     async def close(self) -> None:
@@ -507,7 +507,8 @@ class Slurm:
         if not job.is_actable:
             raise SlurmRefused(f"job {job.id}: a hold would hold other jobs too")
         await self._run_tool("scontrol", "uhold", _check_value(JOB_ID, job.id, "a job id"))
-        await self._update_job(job, f"AdminComment={_clean_text(f'gemini-hpc: held: {why}')}")
+        text = f"gemini-hpc: held: {why}; scontrol release {job.id} starts it again"
+        await self._update_job(job, f"AdminComment={_clean_text(text)}")
 
     async def note_end(self, job: Job, line: str, prefix: str) -> None:
         """Write a line into an ended job's AdminComment in slurmdbd, unless another program has written there.

@@ -15,6 +15,17 @@ from gemini_hpc.tier import names, version
 from gemini_hpc.tier.version import VersionManifest
 
 
+def check_directory(path: str) -> None:
+    """Check that a user's path is a directory.
+
+    Raises:
+        ValueError: It is none. The text is one sentence.
+    """
+    if not os.path.isdir(path):
+        there = bool(path) and os.path.lexists(path)
+        raise ValueError(f"{path or repr(path)}: {'not a directory' if there else 'no such directory'}")
+
+
 def find(
     path: str, training_name: str = "", number: int = 0, passed_over: Callable[[str], object] = lambda damage: None
 ) -> tuple[str, VersionManifest]:
@@ -35,9 +46,8 @@ def find(
         OSError: The tier cannot be read.
     """
     path, name = split(path)
+    check_directory(path)
     path = os.path.normpath(path)
-    if not os.path.isdir(path):
-        raise ValueError(f"{path}: not a directory" if os.path.lexists(path) else f"{path}: no such directory")
     stamp = version.parse_name(os.path.basename(os.path.abspath(path)))
     if stamp is None and name:
         path = _walk_down(path, training_name)

@@ -75,7 +75,7 @@ def explain_clash(tier: Directory, mark: Mark) -> str:
     if name == plain or (not name and not os.path.lexists(f"{tier.path}/{plain}")):
         return ""
     if not mark.key:
-        return f"{tier.where}/{plain} is another job's: nothing of this job is saved"
+        return f"{tier.where}/{plain} is another job's: nothing of this job is saved; give it another tier"
     return f"{tier.where}/{plain} is another job's: this job's versions are in {plain}-{mark.key} there"
 
 

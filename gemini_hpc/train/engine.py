@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from gemini_hpc.train.nccl.receiver import Receiver
 
 _ONE_LIVES = (
-    "one replica: no copies are sent; what a lost node had is copied from the ranks of the others, but for a failure "
-    "while an optimizer steps (--gemini-replicas=2 keeps copies)"
+    "one replica: no copies are sent; a lost node's state is copied from the ranks of other nodes, but not after a "
+    "failure while an optimizer steps (--gemini-replicas=2 keeps copies)"
 )
 _ONE_ALONE = (
     "one replica, and no other node has the same state: the loss of a node loses what is not on the tier "

@@ -115,17 +115,18 @@ class Versions:
         self._told_unseen = True
         if self._gate.strange:
             text = (
-                "weights change, and no optimizer has made a step since the last step(), but several CUDA graphs "
-                "were replayed that had been captured before Checkpointer(...): such versions are not saved, as "
-                "nothing keeps the next replay from them. What is not sealed is not protected. Make the Checkpointer "
-                "before the graphs are captured, or call optimizer.step() outside of them"
+                "weights change, and no optimizer has made a step since the last step(): CUDA graphs were replayed "
+                "that had been captured before Checkpointer(...). Such versions are not saved, because the next "
+                "replay may change them while they are copied; a failure repeats all steps since the newest sealed "
+                "one. Make the Checkpointer before the graphs are captured, or call optimizer.step() outside of them"
             )
         else:
             text = (
                 "weights change, and no optimizer has made a step since the last step() (a fused backward pass, as "
-                "LOMO's, writes of the script's own, or a CUDA graph that torch.cuda.CUDAGraph does not replay): "
-                "such versions are not saved, as nothing keeps the next change from them. What is not sealed is not "
-                "protected. Let the step() of a torch.optim.Optimizer write the weights"
+                "LOMO's, writes of the script's own, or a CUDA graph that torch.cuda.CUDAGraph does not replay). "
+                "Such versions are not saved, because the next change may come while they are copied; a failure "
+                "repeats all steps since the newest sealed one. Let the step() of a torch.optim.Optimizer write the "
+                "weights"
             )
         self._session.record_event("degraded", text)
         self._report_unsaved(self._session.version, f": {text}")

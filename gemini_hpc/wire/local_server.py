@@ -213,7 +213,7 @@ class LocalServer:
         except Exception as exc:
             kind = type(request).__name__
             self._complain(f"{kind} of pid {client.pid} failed: {exc!r}")
-            return local.Error(f"the agent could not serve this {kind}"), []
+            return local.Error(f"the agent could not serve this {kind}: see its agent.log"), []
 
     @staticmethod
     def _refuse(fds: list[int], reason: str) -> Reply:

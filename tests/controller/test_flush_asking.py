@@ -79,7 +79,7 @@ def test_one_after_the_other_until_one_has_done_it(
 
 def test_nobody_can(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("abc", {"b": to("a"), "c": to("b")})
-    with pytest.raises(ask.QueryError, match="job 7: a has to do it, but does not answer"):
+    with pytest.raises(ask.QueryError, match="job 7: the save is led by the agent on a, which does not answer"):
         flushed(world, monkeypatch)
     assert world.asked == ["a", "b", "c"]
     world = World("abc", {})
@@ -141,7 +141,7 @@ def test_an_agent_that_dies_over_a_set_has_not_saved_it(monkeypatch: pytest.Monk
     over = asyncio.run(ask._flush_at(ask.Allocation(Settings(), job, nodes), "a", heard.append))
     assert [(word.training, word.reason) for word in over] == [
         ("default", ""),
-        ("other", "a hung up before the version was on the tier"),
+        ("other", "the agent on a closed the connection before the version was on the tier"),
     ]
     assert len(heard) == 3
 

@@ -139,7 +139,7 @@ def test_the_way_that_is_used_is_told(way: str, cluster: Cluster, asking: Asking
         assert (used.name, used.is_fallback) == (
             ways.COMMANDS,
             True,
-        ) and "json was given up: scontrol --json" in used.why
+        ) and "json is no longer used: scontrol --json" in used.why
     else:
         assert (used.name, used.is_fallback) == (way, False)
 
@@ -237,7 +237,7 @@ def test_a_surprise_ends_pyslurm_and_the_commands_answer(
         assert [way.name for way in told] == [ways.PYSLURM]
     else:
         assert [way.name for way in told] == [ways.PYSLURM, ways.COMMANDS] and told[-1].is_fallback
-        assert "pyslurm was given up: pyslurm" in told[-1].why
+        assert "pyslurm is no longer used: pyslurm" in told[-1].why
 
 
 @pytest.mark.parametrize("fault", ["exec sleep 60", "echo no >&2; exit 1"])

@@ -148,4 +148,4 @@ def test_the_sentence_names_the_rank_and_its_calls() -> None:
     assert "rank 0 has made 2 step() calls more (2 iterations behind" in told(18, 24, 24)
     assert "ranks 0, 1, 2, 3 and 4 others" in told(*[24] * 8, 27)
     assert "rank 1 calls step() at another place of the loop (0.7 iterations ahead" in told(24, 26, 24)
-    assert "do not mean the same moment" in told(24, 24, usual=0)
+    assert "are of different moments of the training" in told(24, 24, usual=0)

@@ -278,11 +278,11 @@ def test_the_way_in_which_slurm_is_asked(patient: Patient) -> None:
         report = patient.doctor("--config", str(path), "--only", "controller.slurm-api")
     assert report.news == {"controller.slurm-api": "warning"}
     assert "it was started with auto" in report["controller.slurm-api"]["found"]
-    left = '{"setting":"auto","used":"commands","why":"pyslurm was given up: x","left":true,"at":1.0}'
+    left = '{"setting":"auto","used":"commands","why":"pyslurm is no longer used: x","left":true,"at":1.0}'
     with patient.file(patient.state / "slurm-api.json", left):
         report = patient.doctor("--only", "controller.slurm-api")
     assert report.news == {"controller.slurm-api": "warning"}
-    assert "given up: x" in report["controller.slurm-api"]["found"]
+    assert "no longer used: x" in report["controller.slurm-api"]["found"]
 
 
 @pytest.fixture

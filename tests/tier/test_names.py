@@ -101,8 +101,14 @@ def test_they_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ([1, 8], [], False),
         ([1, 3], ["best"], True),
     ]
-    assert main(["versions", f"{tmp_path}/nowhere"]) == 1
-    assert "no such directory" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for path, said in (
+        (f"{tmp_path}/nowhere", f"{tmp_path}/nowhere: no such directory"),
+        (f"{tmp_path}/file", f"{tmp_path}/file: not a directory"),
+        ("", "'': no such directory"),
+    ):
+        assert main(["versions", path]) == 1
+        assert said in capsys.readouterr().err
 
 
 def rejection(low: tuple[int, int], high: tuple[int, int]) -> Rejection:

@@ -189,7 +189,9 @@ def test_without_an_agent_one_line(make_job: MakeJob) -> None:
     run = Run(None, 2, {"kind": "ddp", "steps": 3})
     results = run.wait()
     lines = [line for err in run.stderr for line in err.splitlines() if line.startswith("gemini-hpc:")]
-    assert lines == ["gemini-hpc: this training is not protected: no agent here (GEMINI_SOCKET is not set)"]
+    assert lines == [
+        "gemini-hpc: this training is not protected: no agent here (GEMINI_SOCKET is not set: see --gemini-replicas)"
+    ]
     assert results[0]["losses"].keys() == {"1", "2", "3"}
 
 
