@@ -77,10 +77,12 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
         if status == 0:
             return 0
         deaths = 1 if clock.monotonic() - started > _SETTLED_S else deaths + 1
+        is_last = deaths > settings.agent_restarts or not _is_there(args.dir, args.uid)
+        follows = f"no other follows, and the job is not protected on {args.node}" if is_last else "starting another"
         with suppress(OSError):  # the job's directory may be full
-            text = f"gemini-hpc: agent of job {args.job} died (status {status}, death {deaths})"
+            text = f"gemini-hpc: agent of job {args.job} died (status {status}, death {deaths}): {follows}"
             print(text, file=sys.stderr, flush=True)
-        if deaths > settings.agent_restarts or not _is_there(args.dir, args.uid):
+        if is_last:
             return 1  # root has removed the job's directory, so no process could reach another agent
         clock.sleep(0.05 * deaths)
 

@@ -182,9 +182,11 @@ def find_raw_id(text: str) -> int:
 def _find_task_raw_id(task: str) -> int:
     import asyncio
 
-    from gemini_hpc.slurm import Slurm, UnknownJob
+    from gemini_hpc.slurm import Slurm, SlurmError, UnknownJob
 
     try:
         return asyncio.run(Slurm().find_raw_id(task))
     except UnknownJob:
         raise UserError(f"job {task}: unknown, or not yours") from None
+    except SlurmError as exc:
+        raise UserError(f"job {task}: {exc}") from None

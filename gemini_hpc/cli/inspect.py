@@ -256,7 +256,7 @@ def _describe_tier(t: Document | None) -> list[str]:
     problem = [f"  tier: not saved: {t['problem']}"] if t["problem"] else []
     every = [f"  tier: every {format_age(t['interval_s'])}: {t['interval_reason']}"] if t.get("interval_s") else []
     named = [f"{k['name']} (version {_format_version(k['version'])})" for k in t.get("kept", ())[-MAX_NAMES_SHOWN:]]
-    named += [f"{name} (on its way)" for name in t.get("keeping", ())[:MAX_NAMES_SHOWN]]
+    named += [f"{name} (being saved)" for name in t.get("keeping", ())[:MAX_NAMES_SHOWN]]
     return [
         f"  tier {t['directory']}: {kept}{saving}",
         *every,

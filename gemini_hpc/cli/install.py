@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> frame.Result:
 def _format_needs(missing: list[Need], path: str) -> str:
     lines = []
     for need in missing:
-        now = f" It says now: {need.found}." if need.found else ""
+        now = f" Found: {need.found}." if need.found else ""
         reason = columns.fold(f"Reason: {need.why}.{now}", columns.measure_width(), "    ", "    ")
         lines += [f"{need.file}: {need.line}", *reason]
     if missing:

@@ -70,10 +70,10 @@ def list_versions(path: str) -> list[dict[str, Any]]:
 
 
 def _format_versions(found: list[dict[str, Any]]) -> str:
-    rows = [("SET", "VERSION", "RANKS", "SIZE", "SAVED", "NAMES")]
+    rows = [("TRAINING", "VERSION", "RANKS", "SIZE", "SAVED", "NAMES")]
     for v in found:
         named = ", ".join(v["names"]) or ("(stays)" if v["kept"] else "")
         named = f"{named} (rejected)".strip() if v["rejected"] else named
         size, saved = f"{v['bytes'] / 1e6:.1f} MB", format_time(v["time"])
         rows.append((v["training"], str(v["version"][1]), str(v["ranks"]), size, saved, named))
-    return "\n".join(align(rows)) if found else "no version is whole"
+    return "\n".join(align(rows)) if found else "no complete version is there"

@@ -90,7 +90,7 @@ class Questions:
         except UnknownJob:
             job = None
         except (SlurmError, TimeoutError) as exc:
-            silence = f"slurmctld has not told of this job within {SLURM_TIMEOUT_S:g} s"
+            silence = f"slurmctld has not answered about this job within {SLURM_TIMEOUT_S:g} s"
             log.warning("job=%d slurm=%s", raw_id, str(exc) or silence)
             job, silent = track.job if track else None, True
         if job is not None and track is not None and track.user_id != job.user_id:

@@ -130,9 +130,7 @@ def _run_check(check: Check, facts: HostFacts, answer: list[Outcome]) -> None:
     except OSError as exc:
         what = f"{os.fsdecode(exc.filename)}: " if isinstance(exc.filename, str | bytes) else ""
         text = f"{what}{exc.strerror or exc}"
-        answer.append(
-            Outcome(WRONG, text[:400], "a file that can be looked at", "check whether the file should be there")
-        )
+        answer.append(Outcome(WRONG, text[:400], "a file that can be read", "check whether the file should be there"))
     except Exception as exc:
         text = f"this check broke: {type(exc).__name__}: {exc}"
         answer.append(

@@ -269,4 +269,4 @@ def check_job_container(facts: HostFacts) -> Outcome:
             "jobs in the process and user namespace of their node",
             f"take the flags out of {path}, or run a protected job and check that gemini-hpc inspect says protected",
         )
-    return report_ok(f"{plugin}, which leaves {run_dir} alone (replica memory has no name in /dev/shm)")
+    return report_ok(f"{plugin}, which does not hide {run_dir} (replica memory has no name in /dev/shm)")

@@ -343,7 +343,7 @@ async def _fetch_records(
 Told = Callable[[Flushing], None]
 EVACUATE_S = 20.0  # longer than the agents wait for a seal and for the job to leave the node
 FLUSH_SILENT_S = 30.0  # a writing agent reports each second
-_NO_AGENTS = "the job has no nodes now, and the controller hears from none of its agents"
+_NO_AGENTS = "the job has no nodes now, and none of its agents is connected to the controller"
 _AGAIN_S = 2.0  # seconds until the controller is queried again
 
 

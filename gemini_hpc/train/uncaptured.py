@@ -66,7 +66,7 @@ class Uncaptured:
             return []
         return [
             "the training runs inside DDP.join: a rank that is out of batches makes no step() of its own. From then "
-            "on the ranks do not mean the same iteration by a version, and nothing is sealed. Give all ranks as many "
+            "on a version would mix iterations, so nothing is sealed. Give all ranks as many "
             "batches, or use join(throw_on_early_termination=True)"
         ]
 

@@ -36,21 +36,21 @@ def test_the_submission_goes_before_the_program_and_that_before_the_site() -> No
 
 def test_an_automatic_interval_follows_from_what_memory_does_not_serve() -> None:
     made = choice("/submitted", 30)
-    assert made.unserved_per_day is None and made.explain_interval(5.0) == "as submitted"
+    assert made.unserved_per_day is None and made.explain_interval(5.0) == "by --gemini-tier-interval"
     made = choice("/submitted", "auto")
     assert made.interval_s == 600.0, "the site's, until a save has been measured"
-    assert made.explain_interval(None) == "auto: the site's, until a save has been measured"
+    assert made.explain_interval(None) == "auto: the site's tier_interval_s until a save has been measured"
     assert made.unserved_per_day == pytest.approx(Settings().node_losses_per_day), "one node, one copy"
     assert made.explain_interval(5.0) == (
         "auto: a save takes 5 s, memory cannot repair 0.0075 failures a day "
         "(1 nodes, 1 replicas, 0.0075 losses of a node a day)"
     )
     made = choice(site="/site")
-    assert made.explain_interval(5.0) == "as the site says"
+    assert made.explain_interval(5.0) == "by the site's tier_interval_s"
     made.chosen = Tier("/program", "auto")
     assert made.unserved_per_day is not None
     made.chosen = Tier("/program", 60)
-    assert made.explain_interval(None) == "as the program says"
+    assert made.explain_interval(None) == "by the program's Tier"
 
 
 def test_the_first_choice_of_a_job_stays() -> None:

@@ -97,7 +97,7 @@ def test_a_job_without_nodes_has_its_agents_where_the_controller_says(monkeypatc
     assert flushed(world, monkeypatch) == [DONE]
     assert world.asked == ["b", "c"]
     monkeypatch.setattr(ask, "_AGAIN_S", 0.01)
-    with pytest.raises(ask.QueryError, match="no nodes now, and the controller hears from none of its agents"):
+    with pytest.raises(ask.QueryError, match="no nodes now, and none of its agents is connected to the controller"):
         flushed(World("", {}, known=""), monkeypatch)
     with pytest.raises(ask.QueryError, match="only the controller knows its former nodes: ctl:1: Connection refused"):
         flushed(World("", {}), monkeypatch)

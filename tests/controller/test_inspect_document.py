@@ -153,7 +153,7 @@ def test_the_tier() -> None:
     kept = TierState("/lustre/t", Stamp(1, 4), NOW - 30, keeping=("best",), kept=(("epoch-1", Stamp(1, 2)),))
     document, text = tiered(kept)
     assert document["keeping"] == ["best"] and document["kept"] == [{"name": "epoch-1", "version": [1, 2]}]
-    assert text.splitlines()[1] == "  kept: epoch-1 (version 1:2), best (on its way)"
+    assert text.splitlines()[1] == "  kept: epoch-1 (version 1:2), best (being saved)"
 
 
 def test_a_missing_agent_shows_at_once() -> None:

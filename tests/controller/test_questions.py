@@ -66,7 +66,7 @@ def test_a_slow_slurm_does_not_hold_the_answer_up(
     found, _ = answer(tmp_path, slow, 5001)
     assert time.monotonic() - began < 5
     assert found.slurm["state"] == ALICES.state and STALE in found.slurm["note"] and found.events
-    assert "job=7 slurm=slurmctld has not told of this job within 0.1 s" in caplog.text
+    assert "job=7 slurm=slurmctld has not answered about this job within 0.1 s" in caplog.text
 
 
 def test_jobs_counts_what_came_back_and_tells_of_what_was_sealed(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_job_that_is_flushed_by_hand_while_it_waits(cluster: Cluster, tier: Pa
     none = cluster.run(["gemini-hpc", "flush", str(job.id)], user="alice")
     assert (
         none.returncode == 1
-        and "the job has no nodes now, and the controller hears from none of its agents" in none.stderr
+        and "the job has no nodes now, and none of its agents is connected to the controller" in none.stderr
     ), none.stderr
 
 

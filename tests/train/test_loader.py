@@ -120,7 +120,7 @@ def test_other_data_in_mid_epoch_is_refused_by_name() -> None:
     ranks(4, 1, size=50)[0].load_state_dict(with_none)
     take(first, 3)
     for other in (ranks(4, 1, size=50)[0], ranks(4, 1, shuffle=False)[0]):
-        with pytest.raises(ValueError, match=r"had taken 12 of 60 samples, this one has [56]0 samples"):
+        with pytest.raises(ValueError, match=r"had read 12 of 60 samples, this one has [56]0 samples"):
             other.load_state_dict(first.state_dict())
     take(first, 12)
     again = ranks(4, 1, size=50)[0]

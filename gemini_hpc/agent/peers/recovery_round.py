@@ -183,7 +183,7 @@ class RecoveryRounds:
         if self._misfit is not None:
             what = f"{self.parent} to report that round {self._misfit} does not fit"
         elif self.stage == "idle":
-            what = f"{self.parent} to say how far the round is"
+            what = f"{self.parent} to report the state of the round"
         elif self.stage == "collect" and self._name not in self._records:
             what = "this agent's own inventory"
         elif missing:

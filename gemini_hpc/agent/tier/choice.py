@@ -78,7 +78,7 @@ class TierChoice:
         """
         unserved = self.unserved_per_day
         if unserved is not None and took_s is None:
-            return "auto: the site's, until a save has been measured"
+            return "auto: the site's tier_interval_s until a save has been measured"
         if unserved is not None:
             membership, loss = self._membership, self._settings.node_losses_per_day
             return (
@@ -87,8 +87,8 @@ class TierChoice:
             )
         attach = self._attach
         if attach is not None and attach.tier_interval:
-            return "as submitted"
-        return "as the program says" if self.chosen.interval_s else "as the site says"
+            return "by --gemini-tier-interval"
+        return "by the program's Tier" if self.chosen.interval_s else "by the site's tier_interval_s"
 
     def accepts(self, tier: Tier) -> bool:
         """Return whether a program's choice counts and is new. The first choice in a job stays."""

@@ -469,4 +469,4 @@ def find_newest_seals(
 def describe_hosts(hosts: Collection[str]) -> str:
     """Return the hosts with a verb, as the start of a sentence for the user."""
     shown = ", ".join([*hosts][:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
-    return f"{shown} {'is' if len(hosts) == 1 else 'are'}" if hosts else "nobody is"
+    return f"{shown} {'is' if len(hosts) == 1 else 'are'}" if hosts else "no node is"

@@ -226,7 +226,7 @@ class StatefulLoader:
             in_order and dealt <= sampler.size
         ):
             raise ValueError(
-                f"the captured loader had taken {dealt} of {_describe_data(samples, state['shuffle'])}, this one has "
+                f"the captured loader had read {dealt} of {_describe_data(samples, state['shuffle'])}, this one has "
                 f"{_describe_data(sampler.size, sampler.shuffle)}: which of these are left in epoch {epoch} is "
                 "unknown. Go on with the same data and change it at the end of an epoch, or submit a new job with "
                 "`start`"
