@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -74,6 +75,7 @@ def sort_out(
 
 def check(
     name: str,
+    start: Any,
     max_repeated: int,
     seal_timeout_s: float,
     hold_s: float,
@@ -84,7 +86,7 @@ def check(
     """Check the arguments that are numbers, names and choices.
 
     Raises:
-        TypeError: `traffic` is not a `Traffic`, the name is no text, or a number is none.
+        TypeError: `traffic` is not a `Traffic`, the name is no text, `start` is no path, or a number is none.
         ValueError: An argument is out of range.
     """
     if not isinstance(traffic, Traffic):
@@ -97,6 +99,8 @@ def check(
     check_timeout("seal_timeout_s", seal_timeout_s)
     check_argument("hold_s", hold_s, "a number of seconds, 0 or more", lambda wait_s: wait_s >= 0)
     joining.check_name(name)
+    if start and not isinstance(start, str | os.PathLike):
+        raise TypeError(f"start is a {type(start).__name__}, wanted the path of a checkpoint")
 
 
 def build_ranks(group: Any) -> TorchRanks:

@@ -106,7 +106,7 @@ class Checkpointer:
         tier: str | Tier = "",
     ) -> None:
         optimizers, stateful, modules = arguments.sort_out(model, optimizer, scheduler, scaler, loader, extra)
-        arguments.check(name, max_repeated, seal_timeout_s, hold_s, audit, ownership, traffic)
+        arguments.check(name, start, max_repeated, seal_timeout_s, hold_s, audit, ownership, traffic)
         ranks, self._apart = arguments.build_ranks(process_group), process_group is not None
         unsupported = ""
         try:
@@ -149,7 +149,7 @@ class Checkpointer:
             session,
             tree,
             loader,
-            path=start,
+            path=os.fspath(start) if start else "",
             unsupported=self._unsupported,
             join_anew=self._join_anew,
             meetings=meetings,

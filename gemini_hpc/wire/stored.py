@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Real
 from typing import Annotated
 
 import msgspec
@@ -39,15 +40,13 @@ class Tier(msgspec.Struct, frozen=True):
     interval_s: TierInterval = 0
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(_DIRECTORY, self.directory):
-            raise ValueError(f"tier is {self.directory!r}: wanted an absolute path of printable ASCII without quotes")
-        if isinstance(self.interval_s, str):
-            if self.interval_s != AUTO:
-                raise ValueError(
-                    f"a tier's interval_s is {self.interval_s[:40]!r}: wanted 1 to {_MOST_S}, or {AUTO!r}"
-                )
-        elif self.interval_s and not 1 <= self.interval_s <= _MOST_S:
-            raise ValueError(f"a tier's interval_s is {self.interval_s:g}: wanted 1 to {_MOST_S}, or {AUTO!r}")
+        directory, interval_s = self.directory, self.interval_s
+        if not isinstance(directory, str) or not re.fullmatch(_DIRECTORY, directory):
+            wanted = "an absolute path of printable ASCII without quotes, at most 4096 bytes"
+            raise ValueError(f"tier is {repr(directory)[:80]}: wanted {wanted}")
+        in_range = isinstance(interval_s, Real) and (interval_s == 0 or 1 <= interval_s <= _MOST_S)
+        if interval_s != AUTO and not in_range:
+            raise ValueError(f"a tier's interval_s is {repr(interval_s)[:40]}: wanted 1 to {_MOST_S}, or {AUTO!r}")
         if self.interval_s and not self.directory:
             raise ValueError("a tier has an interval_s, but no directory")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"seal_timeout_s": 0}, ValueError, "seal_timeout_s is 0: wanted a number of seconds above 0"),
     ({"seal_timeout_s": math.nan}, ValueError, "seal_timeout_s is nan: wanted"),
     ({"hold_s": "15"}, TypeError, "hold_s is '15': wanted a number of seconds"),
+    ({"start": 3}, TypeError, "start is a int, wanted the path of a checkpoint"),
+    ({"start": b"/x"}, TypeError, "start is a bytes, wanted the path of a checkpoint"),
     ({"max_repeated": 3}, ValueError, "max_repeated is 3: wanted 1 or 2"),
 ]
 
@@ -70,4 +73,45 @@ def test_a_wrong_argument(
 def test_a_wrong_setting_of_the_traffic(setting: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:
         gemini.Traffic(**setting)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ((3,), "tier is 3: wanted an absolute path"),
+        (("/" + "x" * 5000,), "wanted an absolute path"),
+        (("/a", math.nan), "a tier's interval_s is nan: wanted 1 to 604800, or 'auto'"),
+        (("/a", None), "a tier's interval_s is None: wanted"),
+        (("/a", "1"), "a tier's interval_s is '1': wanted"),
+    ],
+)
+def test_a_wrong_tier(values: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=r"wanted") as raised:
+        gemini.Tier(*values)
+    assert words in str(raised.value) and len(str(raised.value)) < 200
+
+
+class _Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "wrong", "words"),
+    [
+        ([1, 2, 3], {"batch_size": 0}, "batch_size is 0: wanted a whole number, 1 or more"),
+        ([1, 2, 3], {"batch_size": 1.5}, "batch_size is 1.5: wanted a whole number"),
+        ([1, 2, 3], {"rank": 2, "world": 2}, "rank is 2: wanted a whole number from 0 to 1"),
+        ([1, 2, 3], {"rank": "0"}, "rank is '0': wanted a whole number from 0 to 0"),
+        ([1, 2, 3], {"world": 0}, "world is 0: wanted a whole number, 1 or more"),
+        ([1, 2, 3], {"seed": "x"}, "seed is 'x': wanted a whole number"),
+        (_Stream(), {}, "dataset is a _Stream, which has no len(): wanted a map-style dataset"),
+        (3, {}, "dataset is a int, which has no len()"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_of_a_loader(dataset: Any, wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        gemini.StatefulLoader(dataset, **{"batch_size": 1} | wrong)
     assert words in str(raised.value)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+from gemini_hpc.core.numbers import check_argument, check_count
 
 
 class _EpochSampler:
@@ -70,11 +73,13 @@ class StatefulLoader:
         drop_last: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} is outside 0..{world - 1}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: at least 1 is needed")
-        size = len(dataset)  # type: ignore[arg-type]
+        check_count("world", world, 1)
+        check_argument("rank", rank, f"a whole number from 0 to {world - 1}", lambda r: 0 <= r < world, Integral)
+        check_count("batch_size", batch_size, 1)
+        check_argument("seed", seed, "a whole number", lambda _: True, Integral)
+        if not hasattr(dataset, "__len__"):
+            raise TypeError(f"dataset is a {type(dataset).__name__}, which has no len(): wanted a map-style dataset")
+        size = len(dataset)
         self._sampler = _EpochSampler(size, seed=seed, rank=rank, world=world, shuffle=shuffle)
         self._batch_size, self._seed = batch_size, seed
         self._generator = torch.Generator()
