@@ -75,7 +75,7 @@ def test_the_sites_directory_is_the_users() -> None:
         ("/it's", 0, "quotes"),
         ("/" + 5000 * "x", 0, "absolute path"),
         ("/a", 0.5, "interval_s is 0.5"),
-        ("/a", 1e9, "interval_s is 1e\\+09"),
+        ("/a", 1e9, "interval_s is 1000000000.0"),
         ("/a", float("nan"), "interval_s is nan"),
         ("", 60, "no directory"),
         ("", "auto", "no directory"),
