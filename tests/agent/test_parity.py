@@ -388,7 +388,7 @@ def spoil(site: Site, how: str) -> None:
         else:
             push.link.receive(peer.PushVerified)
     if how == "twice":
-        assert "has been here" in push.offer(site.version, USED[0], SIZE)
+        assert "was received before" in push.offer(site.version, USED[0], SIZE)
     push.close()
     until(lambda: ("complete", site.version - 1) in site.parity(1), what="what was sealed is there")
     if how != "twice":
@@ -410,7 +410,7 @@ def test_more_than_the_parity_has_room_for(site: Site) -> None:
     """It grows, and what was sealed stays until something newer is."""
     site.seal()
     push = site.push(0, 1)
-    assert "has grown for it" in push.offer(2, 1 << 20, 1 << 20)
+    assert "the parity has grown" in push.offer(2, 1 << 20, 1 << 20)
     assert push.offer(3, 1 << 20, 1 << 20) == ""
     assert ("complete", 1) in site.parity(1) and ("filling", 3) in site.parity(1)
     push.close()

@@ -80,10 +80,10 @@ def test_bytes_come_over_all_of_them_in_any_order(site: Site, three: list[Push])
 @pytest.mark.parametrize(
     ("number", "changes", "said"),
     [
-        (3, {}, "so many connections"),
-        (7, {}, "so many connections"),
-        (1, {"name": "0" * 16}, "no such push"),
-        (1, {"rank": 2}, "no such push"),
+        (3, {}, "too many connections"),
+        (7, {}, "too many connections"),
+        (1, {"name": "0" * 16}, "not known here"),
+        (1, {"rank": 2}, "not known here"),
         (1, {"source": "n3"}, "another agent's"),
         (1, {"instance": "another"}, "another agent's"),
     ],
@@ -107,20 +107,20 @@ def test_numbers_that_cannot_be(site: Site, number: int) -> None:
 
 def test_a_number_is_taken_once(site: Site, three: list[Push]) -> None:
     again = site.stripe(three[0], 2)
-    assert "there already" in again.reason
+    assert "exists already" in again.reason
     assert three[2].chunk(0, b"x" * 10) == 10, "the first one goes on"
 
 
 def test_none_joins_a_push_that_has_ended(site: Site, three: list[Push]) -> None:
     three[0].close()
     assert three[1].ended() and three[2].ended()
-    assert "no such push" in site.stripe(three[0], 1).reason
+    assert "not known here" in site.stripe(three[0], 1).reason
 
 
 def test_another_leading_connection_ends_them(site: Site, three: list[Push]) -> None:
     second = site.push()
     assert second.reason == "" and all(one.ended() for one in three)
-    assert "no such push" in site.stripe(three[0], 1).reason
+    assert "not known here" in site.stripe(three[0], 1).reason
     assert site.stripe(second, 1).reason == ""
     second.close()
 

@@ -91,7 +91,7 @@ def test_what_is_refused(program: Path, tmp_path: Path, monkeypatch: pytest.Monk
     small._known["nodes"]["n3"] = node("n3", "ALLOCATED")
     assert "2 nodes of debug are idle, and the canary needs 3" in refusal(small)
     (tmp_path / "fails").touch()
-    assert "could not be undone" in refusal(Site(program))
+    assert "could not be brought back" in refusal(Site(program))
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert "only root" in refusal(Site(program))
 

@@ -129,7 +129,7 @@ def test_end_is_entered_whatever_its_owner_has_done_to_the_directory(node: Node)
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("takes", "words"), [("60", "not held yet"), ("0", "")])
+@pytest.mark.parametrize(("takes", "words"), [("60", "not reserved yet"), ("0", "")])
 def test_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: str) -> None:
     """Five seconds for everything, also on the one survivor that holds the others."""
     most_s = LIMIT_S + nobody_asked_s(node)
