@@ -50,7 +50,7 @@ def parse_number(text: str, otherwise: int = 0) -> int:
 
 
 def check_argument(
-    name: str, value: object, wanted: str, fits: Callable[[Any], bool], kind: type[Real | Integral] = Real
+    name: str, value: object, wanted: str, fits: Callable[[Any], bool] = lambda _: True, *, whole: bool = False
 ) -> None:
     """Check a number that a program passes as an argument.
 
@@ -58,23 +58,23 @@ def check_argument(
         name: Name of the argument.
         value: Its value.
         wanted: Description of the values that fit.
-        fits: Returns whether a number of this kind fits.
-        kind: Kind of number.
+        fits: Returns whether a number fits.
+        whole: Only a whole number fits.
 
     Raises:
-        TypeError: The value is no number of this kind.
+        TypeError: The value is no number.
         ValueError: The number does not fit.
     """
-    error = None if isinstance(value, kind) else TypeError
-    if error is None and not fits(value):
-        error = ValueError
-    if error is not None:
-        raise error(f"{name} is {repr(value)[:80]}: wanted {wanted}")
+    text = f"{name} is {repr(value)[:80]}: wanted {wanted}"
+    if not isinstance(value, Integral if whole else Real):
+        raise TypeError(text)
+    if not fits(value):
+        raise ValueError(text)
 
 
 def check_count(name: str, value: object, least: int) -> None:
     """Check a whole number, as `check_argument` does."""
-    check_argument(name, value, f"a whole number, {least} or more", lambda count: count >= least, Integral)
+    check_argument(name, value, f"a whole number, {least} or more", lambda count: count >= least, whole=True)
 
 
 def check_overhead(value: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from numbers import Real
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -40,7 +40,8 @@ class Tier(msgspec.Struct, frozen=True):
     interval_s: TierInterval = 0
 
     def __post_init__(self) -> None:
-        directory, interval_s = self.directory, self.interval_s
+        directory: Any = self.directory  # of any type in a program's call
+        interval_s: Any = self.interval_s
         if not isinstance(directory, str) or not re.fullmatch(_DIRECTORY, directory):
             wanted = "an absolute path of printable ASCII without quotes, at most 4096 bytes"
             raise ValueError(f"tier is {repr(directory)[:80]}: wanted {wanted}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal, get_args
 
 from gemini_hpc.core.numbers import check_argument, check_count, check_overhead
@@ -53,7 +52,7 @@ class Traffic:
             raise ValueError(f"transport is {self.transport!r}: {wanted}")
         if self.chunk_bytes != 0:
             wanted = f"0 (fitted to the link), or a whole number, {LEAST_CHUNK_BYTES} or more"
-            check_argument("chunk_bytes", self.chunk_bytes, wanted, lambda n: n >= LEAST_CHUNK_BYTES, Integral)
+            check_argument("chunk_bytes", self.chunk_bytes, wanted, lambda n: n >= LEAST_CHUNK_BYTES, whole=True)
         check_argument("mu", self.mu, "a share of an idle span, above 0 and at most 1", lambda mu: 0 < mu <= 1)
         check_count("buffers", self.buffers, 1)
         check_count("every", self.every, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -74,9 +73,9 @@ class StatefulLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         check_count("world", world, 1)
-        check_argument("rank", rank, f"a whole number from 0 to {world - 1}", lambda r: 0 <= r < world, Integral)
+        check_argument("rank", rank, f"a whole number from 0 to {world - 1}", lambda r: 0 <= r < world, whole=True)
         check_count("batch_size", batch_size, 1)
-        check_argument("seed", seed, "a whole number", lambda _: True, Integral)
+        check_argument("seed", seed, "a whole number", whole=True)
         if not hasattr(dataset, "__len__"):
             raise TypeError(f"dataset is a {type(dataset).__name__}, which has no len(): wanted a map-style dataset")
         size = len(dataset)
