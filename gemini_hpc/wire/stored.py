@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from numbers import Real
 from typing import Annotated, Any
 
 import msgspec
@@ -45,7 +44,7 @@ class Tier(msgspec.Struct, frozen=True):
         if not isinstance(directory, str) or not re.fullmatch(_DIRECTORY, directory):
             wanted = "an absolute path of printable ASCII without quotes, at most 4096 bytes"
             raise ValueError(f"tier is {repr(directory)[:80]}: wanted {wanted}")
-        in_range = isinstance(interval_s, Real) and (interval_s == 0 or 1 <= interval_s <= _MOST_S)
+        in_range = isinstance(interval_s, int | float) and (interval_s == 0 or 1 <= interval_s <= _MOST_S)
         if interval_s != AUTO and not in_range:
             raise ValueError(f"a tier's interval_s is {repr(interval_s)[:40]}: wanted 1 to {_MOST_S}, or {AUTO!r}")
         if self.interval_s and not self.directory:
