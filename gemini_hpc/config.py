@@ -130,7 +130,7 @@ def parse_settings(text: str, where: str = CONFIG_PATH) -> Settings:
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{where}: not valid TOML: {str(exc)[:200]}") from None
     except (RecursionError, ValueError):  # nested without end, or a number of thousands of digits
-        raise ConfigError(f"{where}: nested too deeply, or a number with too many digits") from None
+        raise ConfigError(f"{where}: this TOML is nested too deeply, or has a number of too many digits") from None
     known = {f.name: f for f in fields(Settings)}
     values: dict[str, Any] = {}
     for key, value in table.items():
