@@ -306,7 +306,7 @@ def test_the_wait_for_a_copy_is_part_of_the_wait_for_its_seal(job: FakeJob, monk
         monkeypatch.setattr(ckpt._session.gate, "wait", lambda *bounds: not bounds_s.append(bounds[3]))
         threading.Timer(0.3, held.left.set).start()
         optimizer.step()
-    assert 4.0 < bounds_s[0] <= 4.7
+    assert 4.0 < bounds_s[0] < 4.8, "the timer begins before the wait"
 
 
 def test_a_scheme_chosen_before_the_first_step_counts(job: FakeJob) -> None:
