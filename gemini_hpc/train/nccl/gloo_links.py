@@ -184,7 +184,9 @@ class MessageOutbox(_Link, Outbox):
         announced = self.send_bytes(sizes, _SIZES_TAG) if sizes else None
         answer = self.receive_bytes(1, _ANSWER_TAG)
         if answer not in (_NO, _YES):
-            raise self.break_off("the other rank has ended the transfer" if answer == _GIVEN_UP else f"{answer!r} is an unknown answer")
+            raise self.break_off(
+                "the other rank has ended the transfer" if answer == _GIVEN_UP else f"{answer!r} is an unknown answer"
+            )
         if announced:
             announced.wait()
         self.sizes, self._next = head.sizes, 0
