@@ -93,6 +93,9 @@ def test_a_wrong_tier(values: tuple[Any, ...], words: str) -> None:
 
 
 class _Stream(torch.utils.data.IterableDataset[int]):
+    def __repr__(self) -> str:  # in the test's name, which all workers must agree on
+        return "stream"
+
     def __iter__(self) -> Iterator[int]:
         yield 1
 
