@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"workers do not agree on a name with an address: {addresses[0]}")
     if config.option.quick and (left_out := [item for item in items if quick.is_left_out(item)]):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not quick.is_left_out(item)]
