@@ -94,7 +94,7 @@ def _build_row(row: JobRow, d: Document | None) -> Document:
         "slurm": slurm,
         "nodes": len([n for n in d["nodes"] if n["member"]]) if d and d["nodes"] else row.nodes,
         "sealed_age_s": figures.compute_sealed_age_s(d) if d else None,
-        "sealed_version": row.sealed or (figures.find_sealed_version(d) if d else None),
+        "sealed_version": (figures.find_sealed_version(d) if d else None) or row.sealed,
         "survives": figures.count_survivable_nodes(d) if d else None,
         "recoveries": sum(r["completed"] for r in d["recoveries"]) if d else row.recoveries,
         "restarts": row.restarts,

@@ -214,3 +214,20 @@ def test_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in ("", "d", "3", "-3d", "3.5h", "0h", "3 d", "1w", "\u0663d", "9" * 30 + "d"):
         with pytest.raises(argparse.ArgumentTypeError, match="90m, 8h or 3d"):
             amounts.parse_span(word)
+
+
+def test_the_step_of_a_running_job_is_what_its_agents_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller's event log knows only the version that the last restart began with."""
+    row = inspect_schema.JobRow(7, 5001, "RUNNING", 2, 1, 1, sealed=70)
+    document: dict[str, Any] = {
+        "t": NOW,
+        "state": "protected",
+        "slurm": {"state": "RUNNING", "id": "7"},
+        "nodes": [],
+        "recoveries": [],
+        "trainings": [],
+    }
+    assert jobs._build_row(row, document)["sealed_version"] == 70, "nothing is sealed since"
+    monkeypatch.setattr(figures, "find_sealed_version", lambda d: 174)
+    assert jobs._build_row(row, document)["sealed_version"] == 174
+    assert jobs._build_row(row, None)["sealed_version"] == 70
