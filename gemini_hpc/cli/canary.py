@@ -222,13 +222,12 @@ def _show_timeline(
 ) -> None:
     story = demo.build_timeline(document, run.cut_at[0], 1, run.list_steps(1)[0]["time"])
     show.say("Timeline (seconds after the node was taken away):")
-    for t, text, detail in story.rows:
-        show.say(f"  {t:6.2f}  {text:<34} {detail[:80]}")
+    demo.show_rows(story.rows, show)
     show.say(f"  completed iterations repeated: {demo.count_repeated(run, 1)}")
     compared, trouble = demo.compare_runs(reference, run)
     if trouble:
         raise demo.DemoFailed("; ".join(trouble[:5]))
-    show.say(f"{compared} losses, the final parameters and the optimizer states: identical bits in both runs.")
+    show.say(demo.IDENTICAL.format(compared))
 
 
 def _cancel_job(run: demo.TrainingRun) -> None:

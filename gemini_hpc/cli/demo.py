@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 USER = "alice"
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 _BAR = 30
+_MARGIN = "  | "  # before the output of another command
+IDENTICAL = "{} losses, final parameters and optimizer states: identical bits in both runs."
 _STEPS_PER_CUT = 10
 _MOST_LOG_BYTES = 64 << 20  # an iteration takes some 100 bytes
 
@@ -211,7 +213,11 @@ def wait_until(run: TrainingRun, show: Show, note: str, until: Callable[[], bool
 
 
 def _inspect_job(run: DemoRun, *options: str) -> str:
-    done = run.cluster.run(["gemini-hpc", "inspect", str(run.id), *options], user=USER, timeout_s=20)
+    from gemini_hpc.report import columns
+
+    width = f"COLUMNS={columns.measure_width() - len(_MARGIN)}"
+    argv = ["env", width, "gemini-hpc", "inspect", str(run.id), *options]
+    done = run.cluster.run(argv, user=USER, timeout_s=20)
     if done.returncode:
         raise DemoFailed(f"gemini-hpc inspect {run.id}: {done.stderr.strip()}")
     return done.stdout
@@ -380,8 +386,7 @@ def _run_jobs(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
         cut, first = main.cut_at[number - 1], first_steps[number]
         line = build_timeline(document, cut, number, first)
         show.say(f"Timeline of recovery {number} (seconds after the power cut):")
-        for t, text, detail in line.rows:
-            show.say(f"  {t:6.2f}  {text:<34} {detail[:80]}")
+        show_rows(line.rows, show)
         repeated = count_repeated(main, number)
         show.say(f"  power cut to first new iteration: {line.total_s:.2f} s ({line.own_s:.2f} s of it in gemini-hpc)")
         show.say(f"  completed iterations repeated: {repeated}")
@@ -391,7 +396,7 @@ def _run_jobs(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
     compared, trouble = compare_runs(reference, main)
     failed += trouble
     if not trouble:
-        show.say(f"{compared} losses, the final parameters and the optimizer states: identical bits in both runs.")
+        show.say(IDENTICAL.format(compared))
     figures["failed"] = failed
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=1))
@@ -399,6 +404,15 @@ def _run_jobs(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
         raise DemoFailed("; ".join(failed[:5]))
     show.print_title("done: the job lost a node and nothing else")
     return 0
+
+
+def show_rows(rows: Sequence[tuple[float, str, str]], show: Show) -> None:
+    """Print (seconds, event, detail) of a timeline, folded to the width of the terminal."""
+    from gemini_hpc.report import columns
+
+    for t, text, detail in rows:
+        for line in columns.fold(detail, columns.measure_width(), " " * 42, f"  {t:6.2f}  {text:<31} "):
+            show.say(line)
 
 
 def count_repeated(run: TrainingRun, restart: int) -> int:
@@ -409,4 +423,4 @@ def count_repeated(run: TrainingRun, restart: int) -> int:
 
 
 def _indent_text(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.rstrip().splitlines())
+    return "\n".join(f"{_MARGIN}{line}" for line in text.rstrip().splitlines())
