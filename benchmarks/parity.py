@@ -74,14 +74,14 @@ def _encode(
             with data[one.rank].view() as view:
                 for at in range(one.start, one.end, _PIECE):
                     with view[at : min(one.end, at + _PIECE)] as piece:
-                        target.add(one.at + at - one.start, piece, one.by)
+                        target.add(one.offset + at - one.start, piece, one.factor)
         ours = time.perf_counter() - began
     plain = np.zeros(blocks * room, np.uint8)
     began = time.perf_counter()
     for one in folds:
         with data[one.rank].view() as view:
             part = np.frombuffer(view, np.uint8)[one.start : one.end]
-            place = plain[one.at : one.at + len(part)]
+            place = plain[one.offset : one.offset + len(part)]
             np.bitwise_xor(place, part, out=place)
             del part
     return ours, time.perf_counter() - began, sum(one.end - one.start for one in folds)
@@ -98,7 +98,7 @@ def _decode(stripe: tuple[int, ...], size: int, data: dict[int, Memfd], blocks: 
         others = [r for r in stripe if r != rank]
         of = tuple(Member(r, r, size, size, shards[r].digest) for r in others)
         both = blocks * room
-        beside = Copy("", rank, members, rank, both, both, _STAMP, "", of=of, blocks=blocks, room=room)
+        beside = Copy("", rank, members, rank, both, both, _STAMP, "", members=of, blocks=blocks, room=room)
         making.make(beside, memory, [(data[r], shards[r]) for r in others], Event())
         made.append(memory)
         parts += [(memory, beside), (data[rank], shards[rank])]

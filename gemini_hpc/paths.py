@@ -95,10 +95,10 @@ def find_barrier(path: str, info: os.stat_result, *, look: bool) -> str:
     if mode & need == need:
         return ""
     kind = "directory" if stat.S_ISDIR(mode) else "file"
-    who = f"only {name_user(info.st_uid)}"
+    allowed = f"only {name_user(info.st_uid)}"
     if mode & need >> 3 or (mode & stat.S_IRGRP and mode & stat.S_IXGRP):
-        who += f" and the group {name_group(info.st_gid)}"
-    return f"{who} can use the {kind} {path} (mode {stat.S_IMODE(mode):04o})"
+        allowed += f" and the group {name_group(info.st_gid)}"
+    return f"{allowed} can use the {kind} {path} (mode {stat.S_IMODE(mode):04o})"
 
 
 def find_barriers(path: str) -> list[str]:

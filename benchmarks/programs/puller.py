@@ -81,7 +81,7 @@ async def serve(host: str, size: int) -> None:
     pool = DigestPool()
 
     async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = await accept(reader, writer, lambda greeting: "", host=host, restart=lambda: 0, instance="source")
+        link = await accept(reader, writer, lambda greeting: "", host=host, read_restart=lambda: 0, instance="source")
         await pull_source.serve(link, pool, lambda ask: (copies[ask.rank], memory))
 
     server = await asyncio.start_server(call, "0.0.0.0", 0)

@@ -102,8 +102,8 @@ def _attend(agent: int, tier_workers: workers.Workers) -> int:
         while True:
             wanted = [process, *tier_workers.list_pidfds(), *([tier_workers.sock.fileno()] if listens else [])]
             poll = select.poll()
-            for each in wanted:
-                poll.register(each, select.POLLIN)
+            for fd_wanted in wanted:
+                poll.register(fd_wanted, select.POLLIN)
             ready = {fd for fd, _ in poll.poll()}
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
                 if child[0] == agent:

@@ -79,7 +79,7 @@ class ControllerLink:
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
-        self._told: set[str] = set()  # peers reported in this incarnation
+        self._reported_silent: set[str] = set()  # peers reported in this incarnation
         self._without: tuple[str, ...] = ()  # as last registered
         self._finished: bool | None = None  # as last registered
         self._died: set[str] = set()  # peers ever reported
@@ -132,7 +132,7 @@ class ControllerLink:
     def register(self) -> None:
         """Report the incarnation that this agent is in, and its dead peers."""
         identity, incarnation = self._identity, self._membership.incarnation
-        self._told.clear()
+        self._reported_silent.clear()
         self._without = incarnation.attach.lost if incarnation is not None and incarnation.live else ()
         self._finished = self._listener.finished
         if self._link is not None and incarnation is not None:
@@ -169,7 +169,7 @@ class ControllerLink:
         """Report that a peer is silent."""
         if self._link is not None:
             job, restart = self._identity.job, self._membership.restart
-            self._told.add(host)
+            self._reported_silent.add(host)
             self._died.add(host)
             self._link.send(controller.Report(job, restart, host, witnesses, clock.time()))
 
@@ -206,7 +206,7 @@ class ControllerLink:
         if incarnation is not None:
             without = incarnation.attach.lost if incarnation.live else ()
             is_reported = (without, self._listener.finished) == (self._without, self._finished)
-            if self._told - incarnation.mesh.dead - incarnation.view.lost or not is_reported:
+            if self._reported_silent - incarnation.mesh.dead - incarnation.view.lost or not is_reported:
                 self.register()
             if incarnation.attach.lost != self._lost[0]:
                 # the other nodes were left on purpose

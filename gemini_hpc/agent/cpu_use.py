@@ -51,15 +51,17 @@ class _Versions:
 class CpuUse:
     """The processors that this agent uses."""
 
-    def __init__(self, settings: Settings, store: Store, used_s: Callable[[], float] = _measure_core_seconds) -> None:
+    def __init__(
+        self, settings: Settings, store: Store, read_used_s: Callable[[], float] = _measure_core_seconds
+    ) -> None:
         """Begin to measure.
 
         Args:
             settings: The site's settings.
             store: Shards of this node.
-            used_s: Returns the core-seconds that this process has used.
+            read_used_s: Returns the core-seconds that this process has used.
         """
-        self._store, self._used_s = store, used_s
+        self._store, self._read_used_s = store, read_used_s
         self._allowed_cores = compute_allowed_cores(settings)
         self._versions: dict[str, _Versions] = {}
         self._samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
@@ -67,7 +69,7 @@ class CpuUse:
     def take_sample(self, now: float) -> None:
         """Take a sample for the average, if one is due (monotonic seconds)."""
         if not self._samples or now - self._samples[-1][0] >= _EVERY_S:
-            self._samples.append((now, self._used_s()))
+            self._samples.append((now, self._read_used_s()))
 
     def record_seal(self, training: Training, stamp: Stamp) -> None:
         """Record a seal, and show the training's ranks what a version takes.
@@ -76,7 +78,7 @@ class CpuUse:
         the measurement, because a recovery is no version.
         """
         versions = self._versions.setdefault(training.name, _Versions())
-        last, used_s = versions.last, self._used_s()
+        last, used_s = versions.last, self._read_used_s()
         if last is not None and stamp <= last:
             return
         if last is not None and stamp.epoch == last.epoch:
@@ -94,14 +96,14 @@ class CpuUse:
     def build_state(self) -> CpuState:
         """Return the figures for `gemini-hpc inspect`; those of a version are of the training that takes most."""
         measured = [v for v in self._versions.values() if v.taken_s]
-        dearest = max(measured, key=lambda v: median(v.taken_s), default=None)
+        costliest = max(measured, key=lambda v: median(v.taken_s), default=None)
         version_s = gb_s = None
-        if dearest is not None:
-            version_s, total = median(dearest.taken_s), sum(dearest.bytes)
-            gb_s = 1e9 * sum(dearest.taken_s) / total if total else None
+        if costliest is not None:
+            version_s, total = median(costliest.taken_s), sum(costliest.bytes)
+            gb_s = 1e9 * sum(costliest.taken_s) / total if total else None
         return CpuState(self._measure_cores(), self._allowed_cores, version_s, gb_s)
 
     def _measure_cores(self) -> float:
-        now, used_s = clock.monotonic(), self._used_s()
+        now, used_s = clock.monotonic(), self._read_used_s()
         then, before_s = self._samples[0] if self._samples else (now, used_s)
         return max(0.0, used_s - before_s) / (now - then) if now > then else 0.0

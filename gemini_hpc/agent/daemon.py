@@ -110,7 +110,7 @@ class Agent:
         self._log, self._complain, self._spawn = events.log, events.log_rate_limited, context.spawn
         self._local: LocalServer | None = None
         self._place = OwnDirectory(directory, identity.uid)
-        self._looked_at, self._told_gone = -math.inf, False
+        self._looked_at, self._reported_gone = -math.inf, False
 
         self.store = store = Store(Budget(settings, *share))
         self._notes = SealNotes(directory)
@@ -131,9 +131,9 @@ class Agent:
         self._replicas = replicas = Replicas(store, trainings, filling, outlines, rejections, closings)
 
         self._choice = choice = TierChoice(settings, identity.uid, membership)
-        keeps = NamedVersions(context, self.pledges, rejections, choice, wanted=self._keep_wanted)
+        keeps = NamedVersions(context, self.pledges, rejections, choice, on_waiting=self._keep_wanted)
         writer = NodeWriter(context, store)
-        saver = Saver(context, trainings, choice, keeps, rejections, writer, salvaging=lambda: self.salvage.busy)
+        saver = Saver(context, trainings, choice, keeps, rejections, writer, is_salvaging=lambda: self.salvage.busy)
         self.salvage = Salvage(context, trainings, store, rejections, saver, writer)
         tier = TierParts(choice, keeps, writer, saver, self.salvage)
         self.keeps, self.saver = keeps, saver
@@ -150,14 +150,14 @@ class Agent:
             self.launches,
             self._begin_incarnation,
             self._leave_job,
-            first=self.rescue.wait_idle,
-            costs=self.rescue.are_sole_holders,
-            hold=trainings.hold_ranks,
+            wait_until_ready=self.rescue.wait_idle,
+            would_lose_state=self.rescue.are_sole_holders,
+            hold_ranks=trainings.hold_ranks,
         )
         self._closed = closed = ClosedTrainings(context, replicas, tier)
         self.service = RankRequests(
             context,
-            Sessions(context, replicas, tier, stats, notice=lambda: self.controller_link.notice),
+            Sessions(context, replicas, tier, stats, read_notice=lambda: self.controller_link.notice),
             replicas,
             self.transfers,
             tier,
@@ -188,8 +188,8 @@ class Agent:
             self._cpu,
             self.state,
             rdma,
-            live=self.rescue.list_live_ranks,
-            kept_until=self._retention.compute_kept_until,
+            list_live_ranks=self.rescue.list_live_ranks,
+            read_kept_until=self._retention.compute_kept_until,
         )
         self._peer_server = PeerServer(
             context,
@@ -309,12 +309,12 @@ class Agent:
         """Listen in the directory that root has made again after the old one was unmounted or emptied."""
         found = self._place.check_directory()
         if found == "gone":
-            if not self._told_gone:
+            if not self._reported_gone:
                 what = (
                     f"{self.identity.directory} is unmounted or covered: ranks and commands cannot reach this agent"
                 )
                 self._log("unreachable", detail=f"{what} until the job's next step, prolog or epilog here")
-            self._told_gone = True
+            self._reported_gone = True
             return
         if found == "moved":
             self._notes.close_file()
@@ -324,9 +324,9 @@ class Agent:
             except OSError as exc:
                 self._complain(f"cannot listen in {self.identity.directory}: {exc.strerror}")
                 return
-        if found != "here" or self._told_gone:
+        if found != "here" or self._reported_gone:
             self._log("reachable", detail=f"listens in {self.identity.directory} again")
-        self._told_gone = False
+        self._reported_gone = False
 
     def _stop_watching(self, now: float) -> None:
         """Stop watching peers some time after the job's end here, if none has been found dead.

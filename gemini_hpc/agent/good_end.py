@@ -24,7 +24,7 @@ class GoodEnd:
         trainings: Trainings,
         tier: TierParts,
         retention: Retention,
-        finished: Callable[[], bool | None],
+        has_finished: Callable[[], bool | None],
     ) -> None:
         """Create the watch for a good end.
 
@@ -33,11 +33,11 @@ class GoodEnd:
             trainings: The agent's trainings.
             tier: The agent's part in saves to the tier.
             retention: Decides when the memory is freed.
-            finished: Returns whether all ranks that train here have closed their checkpointers.
+            has_finished: Returns whether all ranks that train here have closed their checkpointers.
         """
         self._membership, self._trainings = context.membership, trainings
         self._saver, self._keeps = tier.saver, tier.keeps
-        self._retention, self._finished = retention, finished
+        self._retention, self._has_finished = retention, has_finished
         self._doubted = False  # the training has succeeded here, but a peer is missed
 
     def forget_end(self) -> None:
@@ -46,7 +46,7 @@ class GoodEnd:
 
     def free_if_succeeded(self, exit_code: str) -> bool:
         """Return whether all memory was freed at the epilog's message."""
-        well = bool(self._finished()) and exit_code in ("", "0")
+        well = bool(self._has_finished()) and exit_code in ("", "0")
         self._doubted = well and self._misses_peer()
         if not well or self._doubted:
             return False

@@ -22,21 +22,21 @@ from gemini_hpc.wire.local_server import Reply
 _ANSWER_S = 5.0  # an agent on this node answers within milliseconds unless its node is overloaded
 
 
-def give_copy(m: local.TakeOver, store: Store, barred: Callable[[], str], log: Log) -> Reply:
+def give_copy(m: local.TakeOver, store: Store, explain_refusal: Callable[[], str], log: Log) -> Reply:
     """Give away a copy's memory, if the copy is here and this job no longer needs it."""
     stamp = Stamp(m.epoch, m.version)
     found = store.find_version(m.training, m.rank, stamp)
-    if why := barred():
+    if why := explain_refusal():
         return local.Error(why), []
     copy = found[0].describe_copy(found[1]) if found is not None else None
     if found is None or copy is None or copy.digest != m.digest or any(slot.busy for slot in found[0].pair.slots):
         return local.Error("this copy is not held here, or is in use"), []
     fd = store.release_memory(*found)
-    log("handed_over", version=m.version, detail=f"the memory of shard {m.rank}, to job {m.heir}")
+    log("handed_over", version=m.version, detail=f"the memory of shard {m.rank}, to job {m.successor}")
     return local.Copy(m.epoch, m.version, copy.bytes, copy.used, copy.digest), [fd]
 
 
-def request_memory(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> Memfd:
+def request_memory(path: str, uid: int, copy: Copy, stamp: Stamp, successor: int) -> Memfd:
     """Return the memory of a copy from the agent behind a socket (blocking). Its bytes are not checked.
 
     Args:
@@ -44,13 +44,13 @@ def request_memory(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> 
         uid: The expected owner of the agent.
         copy: The copy, as this job names it.
         stamp: The copy's stamp at that agent.
-        heir: This job's id.
+        successor: This job's id.
 
     Raises:
         OSError: The agent cannot be reached.
         ValueError: The agent refuses, belongs to another user, or gives a wrong answer.
     """
-    wanted = local.TakeOver(copy.training, copy.rank, heir, stamp.epoch, stamp.version, copy.digest)
+    wanted = local.TakeOver(copy.training, copy.rank, successor, stamp.epoch, stamp.version, copy.digest)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(_ANSWER_S)
         sock.connect(path)

@@ -45,7 +45,7 @@ class Hangs:
         context: AgentContext,
         trainings: Trainings,
         launches: Launches,
-        culprit: Callable[[Incarnation, HangStanding], None],
+        on_culprit: Callable[[Incarnation, HangStanding], None],
         now: Callable[[], float] = clock.monotonic,
     ) -> None:
         """Create the search.
@@ -54,12 +54,12 @@ class Hangs:
             context: The agent's context.
             trainings: The agent's trainings.
             launches: Restarts the ranks of a step.
-            culprit: Called at the root with each hang.
+            on_culprit: Called at the root with each hang.
             now: Clock in seconds, for tests.
         """
         self._node, self._site_s, self._membership = context.node, context.settings.hang_s, context.membership
         self._log, self._spawn = context.log, context.spawn
-        self._trainings, self._launches, self._culprit, self._now = trainings, launches, culprit, now
+        self._trainings, self._launches, self._on_culprit, self._now = trainings, launches, on_culprit, now
         self._looked_at = 0.0
         self._round = (-1, 0)
         # by training and child, with the time of the report
@@ -95,7 +95,7 @@ class Hangs:
             if incarnation.leads:
                 judge = self._judges.setdefault(name, Judge(hang_s))
                 if judge.is_hung(standing) and standing is not None:
-                    self._culprit(incarnation, standing)
+                    self._on_culprit(incarnation, standing)
                     self._on_hang(incarnation, name, standing)
                 continue
             quiet = standing is not None and standing.silent_s > _QUIET * hang_s
@@ -118,7 +118,7 @@ class Hangs:
 
     def _join_standings(self, name: str, now: float) -> HangStanding | None:
         """Return the joint standing of all ranks here, and below in the tree, that have reported."""
-        standings = [standing for (of, _), (_, standing) in self._below.items() if of == name]
+        standings = [standing for (training_name, _), (_, standing) in self._below.items() if training_name == name]
         training = self._trainings.get(name)
         if training is not None and training.page.state in _SHOWN and not training.left:
             own_standing = training.ranks.build_standing(self._node, training.world, now)

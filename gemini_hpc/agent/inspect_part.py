@@ -39,8 +39,8 @@ class InspectView:
         state: StateFile,
         rdma: Rdma,
         *,
-        live: Callable[[str], tuple[int, ...]],
-        kept_until: Callable[[], float],
+        list_live_ranks: Callable[[str], tuple[int, ...]],
+        read_kept_until: Callable[[], float],
     ) -> None:
         """Create the view.
 
@@ -52,13 +52,13 @@ class InspectView:
             cpu: The processors that the agent uses.
             state: File of the recovery state.
             rdma: The agent's device for RDMA.
-            live: Returns the ranks of a training whose shards could be copied from live state here.
-            kept_until: Returns when the memory is freed unless the job comes back (monotonic seconds).
+            list_live_ranks: Returns the ranks of a training whose shards could be copied from live state here.
+            read_kept_until: Returns when the memory is freed unless the job comes back (monotonic seconds).
         """
         self._identity, self._membership, self._log = context.identity, context.membership, context.events
         self._trainings, self._store, self._rejections = replicas.trainings, replicas.store, replicas.rejections
         self._saver, self._stats, self._cpu, self._state = saver, stats, cpu, state
-        self._rdma, self._live, self._kept_until = rdma, live, kept_until
+        self._rdma, self._list_live_ranks, self._read_kept_until = rdma, list_live_ranks, read_kept_until
 
     def _describe_training(self, training: Training) -> inspect_schema.TrainingState:
         sealed, pace = training.sealed, None
@@ -80,7 +80,7 @@ class InspectView:
             tier=self._saver.describe_saves(training.name),
             pace=pace,
             hung=training.hung[:500],
-            live=self._live(training.name),
+            live=self._list_live_ranks(training.name),
         )
 
     def _list_held_slots(self) -> Iterable[inspect_schema.HeldSlot]:
@@ -100,7 +100,7 @@ class InspectView:
                     used=slot.bytes_used,
                     since=shard.since[index],
                     verified=shard.verified[index],
-                    of=tuple(sorted(shard.parity.homes.items())) if shard.parity is not None else (),
+                    members=tuple(sorted(shard.parity.homes.items())) if shard.parity is not None else (),
                     blocks=shard.parity.blocks if shard.parity is not None else 1,
                 )
 
@@ -140,7 +140,7 @@ class InspectView:
             record=None if record is None else self._stats.build_record(record),
             problem="; ".join(filter(None, (unwritten, self._saver.problem))),
             unprotected=trouble,
-            kept_until=clock.time() + max(0.0, self._kept_until() - clock.monotonic()) if kept else 0.0,
+            kept_until=clock.time() + max(0.0, self._read_kept_until() - clock.monotonic()) if kept else 0.0,
             spares=incarnation.view.spares if incarnation is not None else 0,
             without=membership.lost,
             after=incarnation.attach.after if incarnation is not None else 0,

@@ -26,22 +26,22 @@ class Launches:
     def __init__(
         self,
         context: AgentContext,
-        ended: Callable[[str, int, int, Cause, int], None],
-        unhealthy: Callable[[int, str], None],
-        begun: Callable[[], int],
+        on_end: Callable[[str, int, int, Cause, int], None],
+        on_unhealthy: Callable[[int, str], None],
+        read_begun_version: Callable[[], int],
     ) -> None:
         """Create an empty table of steps.
 
         Args:
             context: The agent's context.
-            ended: Called when a rank here has ended by itself. Its arguments are step, attempt, rank, cause, and the
-                newest version that the attempt had begun to save here (`begun`).
-            unhealthy: Called with a rank and the result of the health check that followed its failure.
-            begun: Returns the newest version that ranks have begun to save here.
+            on_end: Called when a rank here has ended by itself. Its arguments are step, attempt, rank, cause, and the
+                newest version that the attempt had begun to save here (`read_begun_version`).
+            on_unhealthy: Called with a rank and the result of the health check that followed its failure.
+            read_begun_version: Returns the newest version that ranks have begun to save here.
         """
         self._job, self._node, self._check = context.identity.job, context.node, context.settings.health_check
         self._membership, self._log = context.membership, context.log
-        self._ended, self._unhealthy, self._begun = ended, unhealthy, begun
+        self._on_end, self._on_unhealthy, self._read_begun_version = on_end, on_unhealthy, read_begun_version
         self._steps: dict[str, Known] = {}
         self._watched: set[str] = set()  # steps with launchers here
         self.is_left_out = False
@@ -75,12 +75,12 @@ class Launches:
         if (end := m.shown) is not None:
             known = known.add_failure(attempt, end) if m.failed else known.add_end(attempt, end)
             cause = Cause.RAISED if end.memory else end.cause  # a program's own use of memory is no fault of the node
-            self._ended(m.step, m.attempt, end.rank, cause, self._begun())
+            self._on_end(m.step, m.attempt, end.rank, cause, self._read_begun_version())
         if m.failed or m.over:
             why = "; ".join(filter(None, (end.text if end is not None else "", m.over)))
             self._log("rank_failed", detail=f"attempt {m.attempt} of step {m.step}: {why}"[:_REASON])
         if m.unhealthy:
-            self._unhealthy(m.rank, m.unhealthy)
+            self._on_unhealthy(m.rank, m.unhealthy)
         self._learn(incarnation, m.step, known, "")
         with suppress(TimeoutError):
             async with asyncio.timeout(m.wait_s):
@@ -165,7 +165,7 @@ class Launches:
             self._learn(incarnation, step, known.add_failure(known.attempt, end), "")
         self._wake()
 
-    def record_hang(self, launch: str, rank: int, what: str) -> bool:
+    def record_hang(self, launch: str, rank: int, description: str) -> bool:
         """Begin the next attempt because a rank of this node hangs.
 
         Return whether launchers started the step here.
@@ -177,7 +177,7 @@ class Launches:
         incarnation, known = self._membership.incarnation, self._steps.get(step)
         if incarnation is None or known is None or step not in self._watched:
             return False
-        end = End(f"hung: {self._node}: {what}"[:_REASON], Cause.HUNG, rank, host=self._node, t=clock.time())
+        end = End(f"hung: {self._node}: {description}"[:_REASON], Cause.HUNG, rank, host=self._node, t=clock.time())
         self._learn(incarnation, step, known.add_failure(number, end), "")
         return True
 

@@ -41,7 +41,7 @@ class PeerServer:
         waker: Wake,
         flush: FlushRequests,
         view: InspectView,
-        inventory: Callable[[], Awaitable[peer.InventoryRecord]],
+        build_inventory: Callable[[], Awaitable[peer.InventoryRecord]],
         spares: Spares,
         retention: Retention,
     ) -> None:
@@ -54,15 +54,15 @@ class PeerServer:
             waker: Answers summons.
             flush: Answers `gemini-hpc flush`.
             view: The agent's view of the job.
-            inventory: Returns the inventory of this node, unverified.
+            build_inventory: Returns the inventory of this node, unverified.
             spares: Answers `gemini-hpc evacuate`.
             retention: Decides whether other jobs of the owner are served.
         """
         self._identity, self._membership, self._events = context.identity, context.membership, context.events
         self._store, self._incoming, self._waker, self._flush = store, incoming, waker, flush
-        self._view, self._inventory, self._spares, self._retention = view, inventory, spares, retention
+        self._view, self._build_inventory, self._spares, self._retention = view, build_inventory, spares, retention
         self._count = 0
-        self._lobby = PreauthLimit(_MAX_STRANGERS)
+        self._preauth_limit = PreauthLimit(_MAX_STRANGERS)
         self._operators = Operators(context.settings.operators, self._owners)
 
     @property
@@ -93,7 +93,7 @@ class PeerServer:
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = (writer.get_extra_info("peername") or ("somewhere",))[0]
-        ticket = self._lobby.enter(address, writer.transport.abort)
+        ticket = self._preauth_limit.enter(address, writer.transport.abort)
         try:
             try:
                 link = await accept(
@@ -101,12 +101,12 @@ class PeerServer:
                     writer,
                     self._admit,
                     host=self._identity.node,
-                    restart=lambda: max(self._membership.restart, 0),
+                    read_restart=lambda: max(self._membership.restart, 0),
                     instance=self._identity.instance,
-                    lost=lambda: self._membership.lost,
+                    list_lost=lambda: self._membership.lost,
                 )
             finally:
-                self._lobby.leave(address, ticket)
+                self._preauth_limit.leave(address, ticket)
             if self._count >= _MAX_CALLERS:
                 return
             self._count += 1
@@ -133,8 +133,8 @@ class PeerServer:
             return "" if greeting.uid in self._owners else "the job belongs to another user"
         if greeting.uid != identity.uid:
             return "the job belongs to another user"
-        if hello.heir:  # another job of the owner may read copies that are kept for no other use
-            known = hello.purpose in ("inventory", "pull", "taken") and hello.heir != identity.job
+        if hello.successor:  # another job of the owner may read copies that are kept for no other use
+            known = hello.purpose in ("inventory", "pull", "taken") and hello.successor != identity.job
             return (
                 self._retention.explain_refusal() if known else "not from a node of this job, as this agent knows it"
             )
@@ -173,12 +173,12 @@ class PeerServer:
         elif purpose == "taken":
             async with asyncio.timeout(_ANSWER_S):
                 if isinstance(await link.receive(), peer.TakenOver) and not self._retention.explain_refusal():
-                    reason = f"job {link.session.peer_heir} has taken it over"
+                    reason = f"job {link.session.peer_successor} has taken it over"
                     self._retention.leave(clock.monotonic(), reason, save=False)
         elif purpose == "inventory":
             async with asyncio.timeout(_ANSWER_S):
                 if isinstance(await link.receive(), peer.Collect):
-                    await link.flush(peer.InventoryUp(0, (await self._inventory(),)))
+                    await link.flush(peer.InventoryUp(0, (await self._build_inventory(),)))
         elif purpose == "query":
             async with asyncio.timeout(_ANSWER_S):
                 message = await link.receive()

@@ -42,7 +42,7 @@ class Predecessor:
     def __init__(self, context: AgentContext, controller: HolderSource) -> None:
         self._identity, self._membership, self._spawn = context.identity, context.membership, context.spawn
         self._controller = controller
-        self._owed: peer.Takeover | None = None  # takeover whose agents do not know so yet
+        self._unreported: peer.Takeover | None = None  # takeover whose agents do not know so yet
         self._gate = asyncio.Semaphore(_AT_ONCE)
 
     @property
@@ -63,7 +63,7 @@ class Predecessor:
             target=host,
             instance=identity.instance,
             server_uid=identity.uid,
-            heir=identity.job,
+            successor=identity.job,
         )
 
     async def request_handover(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
@@ -138,7 +138,7 @@ class Predecessor:
     def note_plan(self, plan: peer.PlanDown) -> None:
         """Note a plan that this agent has taken."""
         if plan.takeover is not None:
-            self._owed = plan.takeover if plan.takeover.stamps else None
+            self._unreported = plan.takeover if plan.takeover.stamps else None
 
     def release_after_seal(self, trainings: Iterable[Training]) -> None:
         """Release the predecessor's memory if the last seal has made it needless.
@@ -146,17 +146,17 @@ class Predecessor:
         The memory is needless once all that was taken over is sealed, and a newer version of this job as well. (A job
         that ends before that leaves it to the next job.)
         """
-        owed, incarnation = self._owed, self._membership.incarnation
-        if owed is None or incarnation is None or not incarnation.leads:
+        unreported, incarnation = self._unreported, self._membership.incarnation
+        if unreported is None or incarnation is None or not incarnation.leads:
             return
         sealed = {t.name: t.sealing.decision.sealed for t in trainings if t.sealing is not None}
-        taken = {name: recovery_plan.inherit_stamp(stamp) for name, stamp in owed.stamps.items()}
+        taken = {name: recovery_plan.inherit_stamp(stamp) for name, stamp in unreported.stamps.items()}
         words = {name: word for name in taken if (word := sealed.get(name)) is not None and word >= taken[name]}
         if words.keys() != taken.keys() or words == taken:
             return
-        self._owed = None
-        for host, port in owed.ports.items():
-            self._spawn(self._report_taken(owed.job, host, port))
+        self._unreported = None
+        for host, port in unreported.ports.items():
+            self._spawn(self._report_taken(unreported.job, host, port))
 
     async def _report_taken(self, job: int, host: str, port: int) -> None:
         """Report to the predecessor's agent that its memory is no longer needed.

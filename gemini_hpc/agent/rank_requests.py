@@ -256,7 +256,7 @@ class RankRequests:
 
     async def _register(self, client: LocalClient, m: local.Register) -> Reply:
         training = self._authorize(client, m)
-        if m.of:
+        if m.members:
             return await self._register_parity(client, training, m)
         size_bytes = m.bytes
         if m.pushed and not size_bytes and (known := self._store.get(m.training, m.rank)) is not None:
@@ -309,14 +309,14 @@ class RankRequests:
         """Register the parity kept beside a shard of this node, made of shards of its group's other nodes."""
         membership = self._membership
         own_noderank = membership.noderanks[self._node]
-        ranks, homes = {rank for rank, _ in m.of}, {home for _, home in m.of}
+        ranks, homes = {rank for rank, _ in m.members}, {home for _, home in m.members}
         others = set(membership.redundancy.list_receivers(own_noderank)) if membership.redundancy.parity else set()
-        if m.home != own_noderank or homes != others or not len(ranks) == len(homes) == len(m.of):
+        if m.home != own_noderank or homes != others or not len(ranks) == len(homes) == len(m.members):
             raise RequestRejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {own_noderank}")
         if m.rank in ranks or max(ranks) >= m.world or not m.bytes:
             raise RequestRejected(f"impossible parity beside the shard of rank {m.rank}: of ranks {sorted(ranks)}")
         known = self._store.parities.get((m.training, m.rank))
-        parity = Parity(dict(m.of), membership.redundancy.parity)
+        parity = Parity(dict(m.members), membership.redundancy.parity)
         has_grown = known is not None and cover_alike(known.parity, parity)
         size_bytes = max(m.bytes, known.bytes) if known is not None and has_grown else m.bytes
         shard = await self._make_shard(client, training, m, size_bytes, parity)

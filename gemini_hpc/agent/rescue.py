@@ -78,20 +78,20 @@ class Rescue:
         self,
         context: AgentContext,
         replicas: Replicas,
-        forsake: Callable[[set[str]], Awaitable[None]],
-        tell: Callable[[], None],
+        end_transfers: Callable[[set[str]], Awaitable[None]],
+        report_rescue: Callable[[], None],
     ) -> None:
         """Create the rescue service.
 
         Args:
             context: The agent's context.
             replicas: The agent's copies.
-            forsake: Ends all transfers from these hosts.
-            tell: Reports to the controller that a rescue has begun or is over.
+            end_transfers: Ends all transfers from these hosts.
+            report_rescue: Reports to the controller that a rescue has begun or is over.
         """
         self._membership, self._log, self._spawn = context.membership, context.log, context.spawn
         self._store, self._trainings, self._outlines = replicas.store, replicas.trainings, replicas.outlines
-        self._filling, self._forsake, self._tell = replicas.filling, forsake, tell
+        self._filling, self._end_transfers, self._report_rescue = replicas.filling, end_transfers, report_rescue
         self._channels: dict[str, dict[int, RescueChannel]] = {}
         self._tried: set[tuple[Key, Stamp]] = set()
         self._again = False
@@ -146,11 +146,13 @@ class Rescue:
             async with asyncio.timeout(LIMIT_S):
                 await self._idle.wait()
 
-    def _list_orphans(self) -> list[Key]:
+    def _list_without_holders(self) -> list[Key]:
         incarnation = self._membership.training
         if incarnation is None or incarnation.live is False:
             return []
-        return [key for key in self._outlines.list_orphans(incarnation.mesh.dead) if self._channels.get(key[0])]
+        return [
+            key for key in self._outlines.list_without_holders(incarnation.mesh.dead) if self._channels.get(key[0])
+        ]
 
     def _list_affected_trainings(self) -> list[str]:
         """Return the trainings with ranks here of which some shards have no living holder."""
@@ -172,7 +174,7 @@ class Rescue:
             self._again = True
             return
         self._idle.clear()
-        self._tell()
+        self._report_rescue()
         self._spawn(self._run())
 
     async def _run(self) -> None:
@@ -189,7 +191,7 @@ class Rescue:
             self._log("unrescued", detail=f"live state was not copied within {LIMIT_S:g} s")
         finally:
             self._idle.set()
-            self._tell()
+            self._report_rescue()
 
     async def _rescue_training(self, name: str) -> None:
         """Hold a training's ranks on this node, copy lost shards, complete the ranks' own, and let them go on."""
@@ -202,12 +204,12 @@ class Rescue:
                 return
             able = [channel for channel in channels if standing.get(channel) == version]
             stamp = Stamp(epoch, version)
-            orphans = [key for key in self._list_orphans() if key[0] == name]
-            await self._copy_in_parallel(able, orphans, stamp, "whose holders are dead")
+            without_holders = [key for key in self._list_without_holders() if key[0] == name]
+            await self._copy_in_parallel(able, without_holders, stamp, "whose holders are dead")
             at_work = set(await asyncio.gather(*(self._wait_for_own_slot(channel) for channel in able)))
             if (incarnation := self._membership.training) is not None:
                 dead = set(incarnation.mesh.dead)
-                await self._forsake(dead)
+                await self._end_transfers(dead)
                 lacking = [key for key in self._outlines.list_shards_to_rebuild(dead, stamp) if key[0] == name]
                 await self._copy_in_parallel(
                     able, [k for k in lacking if k[1] not in at_work], stamp, "not complete here"
@@ -238,16 +240,16 @@ class Rescue:
         answer = await asyncio.to_thread(channel.ask, local.Complete(_COMPLETE_S), _COMPLETE_S + _STILL_S)
         return -1 if isinstance(answer, local.Copied) else channel.rank
 
-    async def _copy_in_parallel(self, able: list[RescueChannel], keys: list[Key], stamp: Stamp, why: str) -> None:
+    async def _copy_in_parallel(self, able: list[RescueChannel], keys: list[Key], stamp: Stamp, cause: str) -> None:
         """Copy these shards, each rank some of them."""
         await asyncio.gather(
             *(
-                self._copy_in_turn(able[number:] + able[:number], keys[number :: len(able)], stamp, why)
+                self._copy_in_turn(able[number:] + able[:number], keys[number :: len(able)], stamp, cause)
                 for number in range(len(able))
             )
         )
 
-    async def _copy_in_turn(self, channels: list[RescueChannel], keys: list[Key], stamp: Stamp, what: str) -> None:
+    async def _copy_in_turn(self, channels: list[RescueChannel], keys: list[Key], stamp: Stamp, cause: str) -> None:
         """Copy shards one after the other, each from the first rank that has it."""
         for name, rank in keys:
             kept = self._outlines.find(name, rank, stamp)
@@ -258,11 +260,11 @@ class Rescue:
             why = "this node has not received its small state of that version" if kept is None else ""
             for channel in channels if kept is not None else ():
                 assert kept is not None
-                why = await self._copy_shard(channel, kept, what)
+                why = await self._copy_shard(channel, kept, cause)
                 if not why:
                     break
             if why:
-                self._log("unrescued", version=stamp.version, detail=f"shard {rank}, {what}: {why}")
+                self._log("unrescued", version=stamp.version, detail=f"shard {rank}, {cause}: {why}")
 
     async def _prepare_slot(self, o: peer.Outline) -> tuple[Shard, int]:
         """Return the slot for a copy.
@@ -288,7 +290,7 @@ class Rescue:
         else:
             self._filling.empty_slot(shard, index)
 
-    async def _copy_shard(self, channel: RescueChannel, kept: KeptOutline, what: str) -> str:
+    async def _copy_shard(self, channel: RescueChannel, kept: KeptOutline, cause: str) -> str:
         """Copy a shard out of a rank's tensors. Return the reason of a failure, or ""."""
         o = kept.outline
         try:
@@ -319,6 +321,6 @@ class Rescue:
         shard.unproven = None if kept.digest else o.stamp
         self._filling.complete_slot(shard, index, Committed(o.stamp, kept.used_bytes, found), found)
         how = "" if kept.digest else ", with no digest to check it by"
-        detail = f"shard {o.rank}, {what}: copied from the live state of rank {channel.rank}{how}"
+        detail = f"shard {o.rank}, {cause}: copied from the live state of rank {channel.rank}{how}"
         self._log("rescued", version=o.stamp.version, detail=detail)
         return ""

@@ -80,7 +80,7 @@ class Retention:
         context: AgentContext,
         budget: Budget,
         tier: TierParts,
-        farewell: Callable[[str], None],
+        on_release: Callable[[str], None],
         now: float,
     ) -> None:
         """Create the decision's state at the agent's start.
@@ -89,12 +89,12 @@ class Retention:
             context: The agent's context.
             budget: Memory in use.
             tier: The agent's part in saves to the tier.
-            farewell: Called once, with the reason, when all memory is about to be freed.
+            on_release: Called once, with the reason, when all memory is about to be freed.
             now: The time, in monotonic seconds.
         """
         self._settings, self._membership, self._spawn = context.settings, context.membership, context.spawn
         self._tier, self._saver, self._salvage = tier.choice, tier.saver, tier.salvage
-        self._budget, self._farewell = budget, farewell
+        self._budget, self._on_release = budget, on_release
         self._ended_at = now
         self._waits = False
         self._unwanted_since: float | None = None  # since when the memory should be freed
@@ -192,7 +192,7 @@ class Retention:
     def release(self, reason: str) -> None:
         """Free all memory and end."""
         if not self.over.is_set():
-            self._farewell(reason)
+            self._on_release(reason)
             self.over.set()
 
     def leave(self, now: float, reason: str, *, save: bool) -> None:

@@ -60,7 +60,7 @@ class SelfFence:
         self._controller, self._trainings = controller, trainings
         self._alone_since: float | None = None
         self._asking: asyncio.Task[None] | None = None
-        self._told = False  # that the mode withholds it
+        self._reported = False  # that the mode withholds it
 
     def _is_alone(self) -> bool:
         incarnation, controller = self._membership.incarnation, self._controller
@@ -72,7 +72,7 @@ class SelfFence:
     def check_alone(self, now: float) -> None:
         """Kill the local ranks once this node has been alone for too long."""
         if not self._limit_s or not self._is_alone():
-            self._alone_since, self._told = None, False
+            self._alone_since, self._reported = None, False
             return
         self._alone_since = self._alone_since or now
         if (
@@ -103,8 +103,8 @@ class SelfFence:
         if self._mode == ACT or (self._mode == CANARY and self._controller.may_act):
             self._log("self_fenced", detail=reason)
             await self.end_ranks()
-        elif not self._told:
-            self._told = True
+        elif not self._reported:
+            self._reported = True
             self._log("withheld", detail=f'would have ended the ranks here: {reason}; mode = "{self._mode}"')
 
     def list_ranks(self) -> set[LocalClient]:

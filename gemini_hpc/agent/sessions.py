@@ -65,7 +65,7 @@ class Sessions:
         replicas: Replicas,
         tier: TierParts,
         stats: StatsStore,
-        notice: Callable[[], str],
+        read_notice: Callable[[], str],
     ) -> None:
         """Create an empty table of sessions.
 
@@ -74,11 +74,11 @@ class Sessions:
             replicas: The agent's copies.
             tier: The agent's part in saves to the tier.
             stats: Statistics of the ranks.
-            notice: Returns the controller's notice for users.
+            read_notice: Returns the controller's notice for users.
         """
         self._identity, self._membership = context.identity, context.membership
         self._trainings, self._rejections = replicas.trainings, replicas.rejections
-        self._saver, self._tier, self._stats, self._notice = tier.saver, tier.choice, stats, notice
+        self._saver, self._tier, self._stats, self._read_notice = tier.saver, tier.choice, stats, read_notice
         self._clients: dict[LocalClient, RankSessionEntry] = {}
 
     # ---- who is there ----------------------------------------------------------------------------------
@@ -107,9 +107,9 @@ class Sessions:
         Raises:
             Rejected: The process has not said hello, or a round is in progress.
         """
-        who = self._clients.get(client)
+        hello = self._clients.get(client)
         training = self._trainings.get(name)
-        if who is None or who.training != name or training is None:
+        if hello is None or hello.training != name or training is None:
             raise RequestRejected(f"this process has not joined training {name[:64]}")
         if self._membership.live is None:
             raise RequestRejected("a recovery round is under way")
@@ -224,10 +224,10 @@ class Sessions:
             chosen_world=training.chosen_world,
             stored=training.stored,
             lost=lost,
-            notice="; ".join(filter(None, (self._notice(), self._saver.problem))),
+            notice="; ".join(filter(None, (self._read_notice(), self._saver.problem))),
             proto=proto,
             rejected=self._rejections.list_sentences(name)[-_TOLD:],
-            fresh=self._rejections.may_begin_anew(name),
+            fresh=self._rejections.may_start_over(name),
             parity=membership.redundancy.parity,
             group=membership.redundancy.list_group(membership.noderanks[identity.node]),
             after=membership.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
@@ -235,7 +235,7 @@ class Sessions:
             closed=closed[name].version if name in closed else 0,
             passed=is_passed(name, [*closed, *(s.name for s in plan.trainings)] if plan is not None else ()),
             others=self._list_others(plan, closed) if plan is not None and training.chosen is None else (),
-            stopped_at=membership.stop.at,
+            stopped_at=membership.stop.time,
             reached=membership.stop.reached.get(name, 0),
             changes=membership.changes[:_TOLD],
         )

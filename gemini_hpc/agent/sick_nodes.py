@@ -28,15 +28,15 @@ _STEP_CHARS = 64
 class SickNodes:
     """The failures that one agent knows of."""
 
-    def __init__(self, context: AgentContext, found: Callable[[str, str], None]) -> None:
+    def __init__(self, context: AgentContext, on_sick_node: Callable[[str, str], None]) -> None:
         """Create an empty record of failures.
 
         Args:
             context: The agent's context.
-            found: Called at the root with a node to leave, and the reason.
+            on_sick_node: Called at the root with a node to leave, and the reason.
         """
         self._node, self._membership = context.node, context.membership
-        self._log, self._spawn, self._found = context.log, context.spawn, found
+        self._log, self._spawn, self._on_sick_node = context.log, context.spawn, on_sick_node
         self._is_red = False
         self._open: dict[Key, Ends] = {}
         self._judged: dict[Key, None] = {}
@@ -113,7 +113,7 @@ class SickNodes:
 
     def _pass_unhealthy(self, incarnation: Incarnation, m: peer.Unhealthy) -> None:
         if incarnation.leads:
-            self._found(m.host, f"health check on {m.host}: {m.why}"[:300])
+            self._on_sick_node(m.host, f"health check on {m.host}: {m.why}"[:300])
         elif incarnation.rounds.parent is not None:
             incarnation.send(incarnation.rounds.parent, m)
 
@@ -144,7 +144,7 @@ class SickNodes:
             "failed_first", detail=f"{what}: attempt {m.attempt} of step {m.step}, {_describe_blame(blame, times)}"
         )
         if blame.counts and times >= SICK:
-            self._found(m.host, f"{what}; {times} times its ranks failed first"[:300])
+            self._on_sick_node(m.host, f"{what}; {times} times its ranks failed first"[:300])
 
 
 def _describe_blame(blame: Blame, times: int) -> str:

@@ -36,28 +36,33 @@ class Spares:
         self,
         context: AgentContext,
         launches: Launches,
-        enter: Callable[[local.Attach, View], object],
-        leave: Callable[[], None],
+        enter_view: Callable[[local.Attach, View], object],
+        end_local_work: Callable[[], None],
         *,
-        first: Callable[[], Awaitable[None]],
-        costs: Callable[[Collection[str]], bool],
-        hold: Callable[[int], None],
+        wait_until_ready: Callable[[], Awaitable[None]],
+        would_lose_state: Callable[[Collection[str]], bool],
+        hold_ranks: Callable[[int], None],
     ) -> None:
         """Create this agent's part.
 
         Args:
             context: The agent's context.
             launches: Restarts the ranks of steps.
-            enter: Begins another view.
-            leave: Ends all that runs here, because the job goes on without this node.
-            first: Returns when all that must precede another view is over.
-            costs: Returns whether some sealed state could not be recovered without these nodes.
-            hold: Makes ranks here, up to this epoch, stop at the next sealed version; 0 lets all go on.
+            enter_view: Begins another view.
+            end_local_work: Ends all that runs here, because the job goes on without this node.
+            wait_until_ready: Returns when all that must precede another view is over.
+            would_lose_state: Returns whether some sealed state could not be recovered without these nodes.
+            hold_ranks: Makes ranks here, up to this epoch, stop at the next sealed version; 0 lets all go on.
         """
         self._node, self._membership = context.node, context.membership
         self._log, self._spawn = context.log, context.spawn
-        self._launches, self._enter, self._leave, self._first = launches, enter, leave, first
-        self._costs, self._hold = costs, hold
+        self._launches, self._enter_view, self._end_local_work, self._wait_until_ready = (
+            launches,
+            enter_view,
+            end_local_work,
+            wait_until_ready,
+        )
+        self._would_lose_state, self._hold_ranks = would_lose_state, hold_ranks
         self._moving: set[str] = set()
         self._waits: Incarnation | None = None  # in which nodes are waited for
         self._holds: Incarnation | None = None  # whose ranks are held
@@ -75,13 +80,13 @@ class Spares:
         By then the reports of a death have been sent, and simultaneous deaths are known.
         """
         await asyncio.sleep(_TOGETHER_S)
-        await self._first()
+        await self._wait_until_ready()
         incarnation = self._membership.incarnation
         # the earlier call goes on later, without all dead nodes
         if incarnation is None or self._waits is incarnation:
             return
         await self._wait_for_suspects(incarnation)
-        if self._costs(incarnation.mesh.dead):
+        if self._would_lose_state(incarnation.mesh.dead):
             self._waits = incarnation
             try:
                 await self._wait_for_the_last(incarnation)
@@ -124,7 +129,7 @@ class Spares:
             now, dead = clock.monotonic(), set(incarnation.mesh.dead)
             if dead != known:
                 known, changed = dead, now
-            if now - began > _BACK_S or (now - changed > _STEADY_S and not self._costs(dead)):
+            if now - began > _BACK_S or (now - changed > _STEADY_S and not self._would_lose_state(dead)):
                 return
 
     def on_nodes_lost(self, lost: tuple[str, ...]) -> None:
@@ -134,10 +139,10 @@ class Spares:
         elif not self._membership.detached:
             self._log("left_out", detail="the job goes on without this node: ending the ranks that still run here")
             self._launches.note_left_out()
-            self._leave()
+            self._end_local_work()
 
     async def _follow_others(self, lost: tuple[str, ...]) -> None:
-        await self._first()
+        await self._wait_until_ready()
         self._leave_nodes(lost, "gone")
 
     def _build_view_without(self, nodes: Iterable[str]) -> View | None:
@@ -153,7 +158,7 @@ class Spares:
         gone = sorted(view.lost - incarnation.view.lost)
         self._log("without", detail=f"{', '.join(gone)[:300]} {why}: a spare takes over")
         self._moving -= view.lost
-        self._enter(msgspec.structs.replace(incarnation.attach, lost=tuple(sorted(view.lost))), view)
+        self._enter_view(msgspec.structs.replace(incarnation.attach, lost=tuple(sorted(view.lost))), view)
         self._launches.record_loss(gone, why)
 
     # ---- nodes that the job is to leave ----------------------------------------------------------------
@@ -222,7 +227,7 @@ class Spares:
         if self._holds is not incarnation:
             self._holds = incarnation
             incarnation.send_down(peer.HoldDown(incarnation.rounds.round))
-            self._hold(self._membership.epoch)
+            self._hold_ranks(self._membership.epoch)
             self._spawn(self._release_late(incarnation))
 
     async def _release_late(self, incarnation: Incarnation) -> None:
@@ -234,7 +239,7 @@ class Spares:
         await asyncio.sleep(_HOLD_S)
         if self._holds is incarnation:
             self._holds = None
-            self._hold(0)
+            self._hold_ranks(0)
 
     def leave_after_seal(self) -> None:
         """Leave the nodes after a seal, if ranks are held: none of them then goes on."""

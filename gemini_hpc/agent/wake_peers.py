@@ -91,8 +91,8 @@ class Wake:
         if not isinstance(message, peer.Wake) or message.restart != link.session.peer_restart:
             raise LinkClosed("wanted Wake for the caller's restart, found another message")
         if self.admits(message.restart):
-            by = f"by {link.session.peer_host}: no prolog ran here for restart {message.restart}"
-            self._log.log("summoned", detail=by)
+            detail = f"by {link.session.peer_host}: no prolog ran here for restart {message.restart}"
+            self._log.log("summoned", detail=detail)
             attach = local.Attach(
                 self._identity.job,
                 message.restart,

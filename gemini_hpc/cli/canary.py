@@ -44,7 +44,7 @@ class SiteJobs:
     """The jobs of one user at a site, as `demo.TrainingRun` asks for them."""
 
     facts: HostFacts
-    who: pwd.struct_passwd
+    account: pwd.struct_passwd
     directory: Path
 
     def run_as_user(self, argv: list[str]) -> str:
@@ -54,7 +54,7 @@ class SiteJobs:
             RefusedError: The command failed.
         """
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "SLURM_CONF", "SLURM_ACCOUNT", "PYTHON", "LANG")}
-        name = {"HOME": self.who.pw_dir, "USER": self.who.pw_name, "LOGNAME": self.who.pw_name}
+        name = {"HOME": self.account.pw_dir, "USER": self.account.pw_name, "LOGNAME": self.account.pw_name}
         done = subprocess.run(
             argv,
             stdin=subprocess.DEVNULL,
@@ -63,14 +63,16 @@ class SiteJobs:
             errors="replace",
             timeout=60.0,
             check=False,
-            user=self.who.pw_uid,
-            group=self.who.pw_gid,
-            extra_groups=os.getgrouplist(self.who.pw_name, self.who.pw_gid),
+            user=self.account.pw_uid,
+            group=self.account.pw_gid,
+            extra_groups=os.getgrouplist(self.account.pw_name, self.account.pw_gid),
             env=kept | name,
             cwd="/",
         )
         if done.returncode:
-            raise RefusedError(f"{' '.join(argv[:2])} as {self.who.pw_name}: {' '.join(done.stderr.split())[-300:]}")
+            raise RefusedError(
+                f"{' '.join(argv[:2])} as {self.account.pw_name}: {' '.join(done.stderr.split())[-300:]}"
+            )
         return done.stdout
 
     def submit(self, label: str, partition: str, options: list[str], more: list[str]) -> demo.TrainingRun:
@@ -118,10 +120,10 @@ def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.
     if problem := find_program_problem(settings.canary_program):
         raise RefusedError(f"canary_program {settings.canary_program}: {problem}")
     try:
-        who = pwd.getpwnam(user)
+        account = pwd.getpwnam(user)
     except KeyError:
         raise RefusedError(f"there is no user {user!r}: name one who may submit jobs, with --user") from None
-    if who.pw_uid == 0:
+    if account.pw_uid == 0:
         raise RefusedError("a protected job is a user's: name one who may submit jobs, with --user")
     if facts.ask_slurm(Slurm.read_partitions).get(partition) != "UP":
         raise RefusedError(f"partition {partition} is not there, or not UP")
@@ -131,7 +133,7 @@ def prepare(facts: HostFacts, partition: str, user: str) -> tuple[Settings, pwd.
     for node in idle:
         if problem := canary.call_program(settings.canary_program, "check", node, 0):
             raise RefusedError(f"{node} could not be brought back afterwards: {problem}")
-    return settings, who, idle
+    return settings, account, idle
 
 
 def run(facts: HostFacts, partition: str, user: str, yes: bool) -> int:
@@ -142,16 +144,16 @@ def run(facts: HostFacts, partition: str, user: str, yes: bool) -> int:
             show.print_title(f"an earlier canary has left {earlier.node} taken away: it is brought back first")
             if not canary.undo(earlier, show.say):
                 return 1
-        settings, who, idle = prepare(facts, partition, user)
+        settings, account, idle = prepare(facts, partition, user)
         show.say(
-            f"The canary runs two small jobs of {who.pw_name} in {partition}, one after the other, each with "
+            f"The canary runs two small jobs of {account.pw_name} in {partition}, one after the other, each with "
             f"--exclusive on {JOB_NODES} of its {len(idle)} idle nodes. In the second, the agent and slurmd of one "
             "node are stopped, and the node is set DOWN. The node is brought back in any case."
         )
         if not yes and input("Go on? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
-        directory = Path(who.pw_dir) / f"gemini-canary-{secrets.token_hex(4)}"
-        site = SiteJobs(facts, who, directory)
+        directory = Path(account.pw_dir) / f"gemini-canary-{secrets.token_hex(4)}"
+        site = SiteJobs(facts, account, directory)
         _run_jobs(site, partition, settings.canary_program, show)
         site.run_as_user(["/bin/rm", "-r", "--", str(directory)])
         show.print_title("done: the job lost a node and nothing else")

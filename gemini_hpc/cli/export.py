@@ -101,16 +101,16 @@ def _find_version(args: argparse.Namespace) -> tuple[str, VersionManifest]:
     return where, manifest
 
 
-def find_directory(what: str, tier: str, config: str) -> str:
+def find_directory(target: str, tier: str, config: str) -> str:
     """Return the directory that the user means, for a job its own directory, with any "@NAME" appended.
 
     Raises UserError.
     """
     from gemini_hpc.tier import job_directory
 
-    job, at, name = what.partition("@")
+    job, at, name = target.partition("@")
     if not JOB_ID.fullmatch(job):
-        return what
+        return target
     number = frame.find_raw_id(job)
     where = tier or _find_site_tier(config, job)
     names = job_directory.list_names(where, number) if os.path.isdir(where) else []

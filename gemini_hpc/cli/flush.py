@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> frame.Result:
     over = ask.flush(settings, job, _show_progress if sys.stderr.isatty() else lambda word: None)
     failed = [word for word in over if word.reason]
     for word in failed:
-        of = f"training {word.training}: " if word.training else ""
-        frame.print_error("flush", f"job {job}: {of}{sanitize(word.reason)}")
+        prefix = f"training {word.training}: " if word.training else ""
+        frame.print_error("flush", f"job {job}: {prefix}{sanitize(word.reason)}")
     document = {"schema": 1, "job": job, "trainings": [_as_document(word) for word in over]}
     return frame.Result(
         document, lambda _: "\n".join(_describe_flush(word) for word in over if not word.reason), int(bool(failed))

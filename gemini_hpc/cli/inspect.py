@@ -110,7 +110,7 @@ def render(d: Document, width: int = columns.USUAL, *, full: bool = False) -> st
     lines += columns.fold(used, width, "    ", "") if (used := _describe_cpu(d["nodes"])) else []
     for lemon in d.get("lemons", ())[:MAX_NAMES_SHOWN]:
         incidents = f"{lemon['count']} incident{'s' * (lemon['count'] > 1)}"
-        what = ", ".join(sorted(set(lemon["what"])))
+        what = ", ".join(sorted(set(lemon["kinds"])))
         lines += columns.fold(f"{lemon['host']} had {incidents} lately: {what}", width, "    ", "")
     if d.get("spares"):
         lines += columns.fold(_describe_spares(d["spares"]), width, "    ", "")
@@ -222,7 +222,7 @@ def _format_shard_table(s: Document) -> list[str]:
             rows.append([*first, *holder])
             first = ["", "", ""]
         if parity := shard.get("parity"):
-            first = ["^" + "+".join(map(str, parity["of"])), "", _format_bytes(parity["bytes"])]
+            first = ["^" + "+".join(map(str, parity["members"])), "", _format_bytes(parity["bytes"])]
             rows += [[*first, *_format_holder(h)] for h in parity["holders"]]
     return _format_table(["shard", "home", "size", "holder", "state", "version", "age", "verified"], rows)
 

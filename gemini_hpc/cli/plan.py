@@ -117,8 +117,12 @@ def run(args: argparse.Namespace) -> frame.Result:
         for group, parity in args.redundancy or (_parse_redundancy(how) for how in _USUAL):
             if parity and (args.redundancy or group <= args.nodes):
                 found.append(predict_protection(wish, group, parity=parity))
-        of = _read_domains(args)
-        racks = [compute_domain_loss(of, one.replicas, parity=one.parity) for one in found] if of else []
+        node_domains = _read_domains(args)
+        racks = (
+            [compute_domain_loss(node_domains, one.replicas, parity=one.parity) for one in found]
+            if node_domains
+            else []
+        )
         if args.plot:
             draw_plans(args.plot, wish, found)
     except ValueError as error:
@@ -150,9 +154,9 @@ def _read_domains(args: argparse.Namespace) -> list[str]:
     return list(found.values())[: args.nodes]
 
 
-def _as_document(one: Protection) -> dict[str, Any]:
-    every_s = one.tier_every_s
-    return {**asdict(one), "tier_every_s": every_s if math.isfinite(every_s) else None}
+def _as_document(plan: Protection) -> dict[str, Any]:
+    every_s = plan.tier_every_s
+    return {**asdict(plan), "tier_every_s": every_s if math.isfinite(every_s) else None}
 
 
 def format_plans(
@@ -170,17 +174,17 @@ def format_plans(
         digits = 2 if share >= 1 or share <= 0.99 else min(9, 1 - math.floor(math.log10(1 - share)))
         return f"{100 * share:.{max(0, digits - 1)}f} %"
 
-    def format_memory(one: Protection) -> str:
-        return f"{format_size(one.needed_bytes)}{'' if one.fits else ': TOO MUCH'}"
+    def format_memory(plan: Protection) -> str:
+        return f"{format_size(plan.needed_bytes)}{'' if plan.fits else ': TOO MUCH'}"
 
-    def format_frequency(one: Protection) -> str:
-        return "each" if one.every == 1 else f"1 in {one.every}"
+    def format_frequency(plan: Protection) -> str:
+        return "each" if plan.every == 1 else f"1 in {plan.every}"
 
-    def format_mean_time(one: Protection) -> str:
-        return format_age(86400 / one.unserved_per_day) if one.unserved_per_day else "never"
+    def format_mean_time(plan: Protection) -> str:
+        return format_age(86400 / plan.unserved_per_day) if plan.unserved_per_day else "never"
 
-    def format_tier_interval(one: Protection) -> str:
-        return format_age(one.tier_every_s) if math.isfinite(one.tier_every_s) else "at the end"
+    def format_tier_interval(plan: Protection) -> str:
+        return format_age(plan.tier_every_s) if math.isfinite(plan.tier_every_s) else "at the end"
 
     t = wish.training
     rows = [

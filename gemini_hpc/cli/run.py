@@ -18,7 +18,7 @@ from gemini_hpc.client.joining import RESTARTS_ENV, TRY_AGAIN_EXIT
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.attempts import NOTHING
 from gemini_hpc.core.numbers import parse_number
-from gemini_hpc.launch.signals import HEEDED_S, SENT, is_heeded
+from gemini_hpc.launch.signals import SENT, SIGNAL_EFFECT_S, explains_status
 from gemini_hpc.wire.local import StepEnd
 
 VERDICT_WAIT_S = 20.0  # agents prove a death, or doubt it no longer, within seconds
@@ -250,16 +250,16 @@ class _Failure:
     Attributes:
         status: The exit status.
         key: Identifies the cause, "" if no cause was reported.
-        at: The step of the training, None if unknown.
+        step: The step of the training, None if unknown.
     """
 
     status: int
     key: str
-    at: int | None
+    step: int | None
 
     def repeats(self, before: _Failure | None) -> bool:
         """Return whether this failure equals the previous one."""
-        if before is None or self.at is None or self.at != before.at or self.status == TRY_AGAIN_EXIT:
+        if before is None or self.step is None or self.step != before.step or self.status == TRY_AGAIN_EXIT:
             return False
         return self.key == before.key if self.key and before.key else self.status == before.status
 
@@ -316,8 +316,8 @@ class _Step:
             (number for number in SENT if status == 128 + number and number != signal.SIGTERM), None
         )
         passed_on, at = self._passed_on or (None, 0.0)
-        if sent is None and passed_on is not None and clock.monotonic() - at < HEEDED_S:
-            sent = passed_on if is_heeded(passed_on, status) else None
+        if sent is None and passed_on is not None and clock.monotonic() - at < SIGNAL_EFFECT_S:
+            sent = passed_on if explains_status(passed_on, status) else None
         return sent
 
     def wait(self) -> int:

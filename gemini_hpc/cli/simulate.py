@@ -239,7 +239,7 @@ def format_figure(figure: Figure) -> str:
     """Return the figure as text for a terminal."""
     from gemini_hpc.report.columns import fold, measure_width
 
-    what, published = (max(len(getattr(row, of)) for row in figure.rows) for of in ("what", "published"))
+    what, published = (max(len(getattr(row, column)) for row in figure.rows) for column in ("what", "published"))
     published = max(published, len("published"))
     ours = max(len(row.ours) for row in figure.rows)
     lines = [

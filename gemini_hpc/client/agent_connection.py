@@ -157,7 +157,7 @@ class AgentClient:
         self,
         path: str,
         rejoin: Callable[[local.Welcome, Exchange], bool],
-        lost: Callable[[], None],
+        on_lost: Callable[[], None],
         say: Callable[[str], None] = lambda note: None,
         progress: OwnProgress | None = None,
     ) -> None:
@@ -167,11 +167,11 @@ class AgentClient:
             path: Path of the agent's socket.
             rejoin: Called after a reconnect to hand the memory back over the new connection; returns whether to go
                 on.
-            lost: Called when the agent is lost.
+            on_lost: Called when the agent is lost.
             say: Called with lines for the user.
             progress: Page that is sent with each `Hello` and written as long as it exists.
         """
-        self._path, self._rejoin, self._on_lost, self._say = path, rejoin, lost, say
+        self._path, self._rejoin, self._on_lost, self._say = path, rejoin, on_lost, say
         self._progress = progress
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
@@ -207,7 +207,7 @@ class AgentClient:
         """Return the control page of the current agent, or None before the welcome."""
         return self._page
 
-    def join_training(self, hello: local.Hello, waiting: Callable[[float, str], None]) -> local.Welcome:
+    def join_training(self, hello: local.Hello, on_wait: Callable[[float, str], None]) -> local.Welcome:
         """Join the training and return the welcome.
 
         The wait is limited to WELCOME_TIMEOUT_S, and to NOT_YET_S if the agent explains the delay. If the agent dies
@@ -215,7 +215,7 @@ class AgentClient:
 
         Args:
             hello: Greeting of this rank.
-            waiting: Called from time to time with the seconds waited and the agent's reason for the delay.
+            on_wait: Called from time to time with the seconds waited and the agent's reason for the delay.
 
         Raises:
             AgentLost: No agent answers within the limit.
@@ -225,15 +225,15 @@ class AgentClient:
         first, why = clock.monotonic(), ""
         while True:
             try:
-                return self._join(hello, waiting, why)
+                return self._join(hello, on_wait, why)
             except RefusedForNow as error:
                 waited_s, why = clock.monotonic() - first, str(error)
                 if waited_s > NOT_YET_S:
                     raise
-                waiting(waited_s, why)
+                on_wait(waited_s, why)
                 clock.sleep(RETRY_FAST_S)
 
-    def _join(self, hello: local.Hello, waiting: Callable[[float, str], None], why: str) -> local.Welcome:
+    def _join(self, hello: local.Hello, on_wait: Callable[[float, str], None], why: str) -> local.Welcome:
         started = clock.monotonic()
         patience_s = CONNECT_TIMEOUT_S
         while True:
@@ -242,7 +242,7 @@ class AgentClient:
                 patience_s = WELCOME_TIMEOUT_S
                 try:
                     left_s = started + patience_s - clock.monotonic()
-                    welcome = self._greet(sock, hello, left_s, lambda waited_s: waiting(waited_s, why))
+                    welcome = self._greet(sock, hello, left_s, lambda waited_s: on_wait(waited_s, why))
                 except BaseException:
                     sock.close()
                     raise
@@ -259,7 +259,7 @@ class AgentClient:
         return welcome
 
     def _greet(
-        self, sock: socket.socket, hello: local.Hello, timeout_s: float, waiting: Callable[[float], None] | None
+        self, sock: socket.socket, hello: local.Hello, timeout_s: float, on_wait: Callable[[float], None] | None
     ) -> local.Welcome:
         started = clock.monotonic()
         _send(sock, hello, REQUEST_TIMEOUT_S, [self._progress.fd] if self._progress is not None else [])
@@ -269,8 +269,8 @@ class AgentClient:
             waited = clock.monotonic() - started
             if waited > timeout_s:
                 raise AgentLost(f"the agent did not welcome this rank within {timeout_s:.0f} s")
-            if waiting is not None:
-                waiting(waited)
+            if on_wait is not None:
+                on_wait(waited)
         reply, fds = _receive(sock)
         try:
             if isinstance(reply, local.Error):

@@ -15,7 +15,7 @@ S = TypeVar("S")
 
 
 def fetch_on_all(
-    session: RankSession, fetch: Callable[[local.Welcome], list[S]], join_anew: Callable[[], None]
+    session: RankSession, fetch: Callable[[local.Welcome], list[S]], join_again: Callable[[], None]
 ) -> list[S]:
     """Return the shards of the version to resume from, or none for a fresh start. Collective.
 
@@ -25,7 +25,7 @@ def fetch_on_all(
     Args:
         session: This rank's session with its agent.
         fetch: Returns the shards that this rank needs, at least one. Its argument is the agents' choice.
-        join_anew: Sends `Hello` to the agents again.
+        join_again: Sends `Hello` to the agents again.
     """
     for attempt in range(1, ATTEMPTS + 1):
         welcome = session.welcome
@@ -41,7 +41,7 @@ def fetch_on_all(
         if session.is_true_on_all(bool(shards)):
             return shards
         if attempt < ATTEMPTS:
-            join_anew()
+            join_again()
             if not session.protected:
                 session.try_again(f"version {welcome.chosen_version} cannot be loaded without the agents")
     return session.try_again(f"version {session.welcome.chosen_version} cannot be read on every rank")

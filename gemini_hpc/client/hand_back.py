@@ -50,8 +50,8 @@ def hand_back(
     return True
 
 
-def map_agent_memory(shard: K, training_name: str, exchange: Exchange, make: Callable[[list[int]], K]) -> K:
-    """Return the shard in the agent's memory: this one, or a new one that `make` maps from two descriptors.
+def map_agent_memory(shard: K, training_name: str, exchange: Exchange, build_keeper: Callable[[list[int]], K]) -> K:
+    """Return the shard in the agent's memory: this one, or a new one that `build_keeper` maps from two descriptors.
 
     Raises:
         AgentRefused: The agent has no memory of this size for the shard.
@@ -70,7 +70,7 @@ def map_agent_memory(shard: K, training_name: str, exchange: Exchange, make: Cal
         raise AgentRefused(
             f"the agent has no memory for the shard of rank {shard.rank}: {local.describe_refusal(reply)}"
         )
-    now = make(fds)
+    now = build_keeper(fds)
     if [os.fstat(s.fd).st_ino for s in now.slots] == [os.fstat(s.fd).st_ino for s in shard.slots]:
         now.close()
         return shard

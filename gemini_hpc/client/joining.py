@@ -37,7 +37,7 @@ class JoinNotice(msgspec.Struct, frozen=True, array_like=True):
         later: With a problem: a version may exist that cannot be seen now.
         holders: Nodes that keep this node's shards, this node first.
         nth: Number of this training among those of its name in this process.
-        told: Sentences that are printed once, however many ranks have them.
+        sentences: Sentences that are printed once, however many ranks have them.
     """
 
     node_rank: int = -1
@@ -50,7 +50,7 @@ class JoinNotice(msgspec.Struct, frozen=True, array_like=True):
     later: bool = False
     holders: tuple[int, ...] = ()
     nth: int = 1
-    told: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
 
     @property
     def redundancy(self) -> Redundancy:

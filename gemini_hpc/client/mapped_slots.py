@@ -22,7 +22,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def populate(
-    mapping: mmap.mmap, ended: Callable[[], bool] = lambda: False, step_bytes: int = _POPULATE_STEP_BYTES
+    mapping: mmap.mmap, has_ended: Callable[[], bool] = lambda: False, step_bytes: int = _POPULATE_STEP_BYTES
 ) -> None:
     """Fault in all pages of a mapping, so that later copies pay for no page faults.
 
@@ -30,13 +30,13 @@ def populate(
 
     Args:
         mapping: The mapping, which cannot be unmapped meanwhile.
-        ended: Returns whether the mapping is no longer of use.
+        has_ended: Returns whether the mapping is no longer of use.
         step_bytes: Bytes in one call of the kernel, for which it holds the process's address space.
     """
     held = ctypes.c_char.from_buffer(mapping)
     start, total = ctypes.addressof(held), len(mapping)
     for at in range(0, total, step_bytes):
-        if ended() or _libc.madvise(start + at, min(step_bytes, total - at), _MADV_POPULATE_WRITE):
+        if has_ended() or _libc.madvise(start + at, min(step_bytes, total - at), _MADV_POPULATE_WRITE):
             return
 
 
@@ -79,9 +79,9 @@ class MappedSlot:
         """
         populate(self._map, step_bytes=_AWAITED_STEP_BYTES if awaited else _POPULATE_STEP_BYTES)
 
-    def put(self, at: int, data: bytes | bytearray) -> None:
+    def put(self, offset: int, data: bytes | bytearray) -> None:
         """Write a few bytes at an offset."""
-        self._map[at : at + len(data)] = data
+        self._map[offset : offset + len(data)] = data
 
     def view(self) -> memoryview:
         """Return a view of all bytes."""

@@ -24,18 +24,18 @@ class OwnProgress:
         fd: Descriptor of the page.
     """
 
-    def __init__(self, look: Callable[[], Progress]) -> None:
+    def __init__(self, read_progress: Callable[[], Progress]) -> None:
         """Create the page and write it once.
 
         Args:
-            look: Returns the page's content except `beats` and `signal`. Called from another thread than the
+            read_progress: Returns the page's content except `beats` and `signal`. Called from another thread than the
                 training's, which may hang.
 
         Raises:
             OSError: The memory for the page could not be made.
         """
-        self._look, self._beats, self._lock = look, 0, threading.Lock()
-        self._told = Progress()
+        self._read_progress, self._beats, self._lock = read_progress, 0, threading.Lock()
+        self._reported = Progress()
         self.fd = os.memfd_create("gemini:progress", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, progress_page.STACKS_AT)
         os.lseek(self.fd, 0, os.SEEK_END)
@@ -60,14 +60,14 @@ class OwnProgress:
         """Write the page. Never raises."""
         with suppress(Exception), self._lock:  # a failure of ours must not reach the training
             self._beats += 1
-            self._told = self._look()._replace(beats=self._beats, signal=self._signal)
-            os.pwrite(self.fd, progress_page.pack(self._told), 0)
+            self._reported = self._read_progress()._replace(beats=self._beats, signal=self._signal)
+            os.pwrite(self.fd, progress_page.pack(self._reported), 0)
 
     def count_step(self, version: int) -> None:
         """Write the number of the step that the training's thread has just completed. Never raises."""
         with suppress(Exception), self._lock:
-            self._told = self._told._replace(version=version, launched=0)
-            os.pwrite(self.fd, progress_page.pack(self._told), 0)
+            self._reported = self._reported._replace(version=version, launched=0)
+            os.pwrite(self.fd, progress_page.pack(self._reported), 0)
 
     def close(self) -> None:
         """Unregister the signal and close the page."""

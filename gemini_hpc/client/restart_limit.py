@@ -46,7 +46,7 @@ class RestartLimit:
         """
         self._most = most
         self._start: Reached | None = None
-        self._barren = self._memory = 0
+        self._without_progress = self._memory = 0
         self.restarts = 0
 
     def record_start(self, reached: Reached | None) -> None:
@@ -69,9 +69,9 @@ class RestartLimit:
         if self._start is not None and reached is not None:
             progress = reached.sealed > self._start.sealed
         if progress:
-            self.restarts = self._barren = 0
+            self.restarts = self._without_progress = 0
         elif progress is False:
-            self._barren += 1
+            self._without_progress += 1
         if memory:
             self.restarts = max(self.restarts, self._memory)
             self._memory += 1
@@ -79,7 +79,7 @@ class RestartLimit:
             return f"--max-restarts={self._most} is reached"
         if again:
             return f"it {describe_repeat(reached)}"
-        if self._barren > 1:
+        if self._without_progress > 1:
             return "no newer version was sealed since the last restart"
         self.restarts += 1
         return ""

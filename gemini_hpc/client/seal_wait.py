@@ -25,28 +25,28 @@ class SealGate:
 
     def __init__(
         self,
-        page: Callable[[], ControlPage | None],
-        lost: Callable[[], bool],
+        find_page: Callable[[], ControlPage | None],
+        is_lost: Callable[[], bool],
         epoch: int,
         timeout_s: float,
-        degraded: Callable[[str], None],
-        restored: Callable[[int], None],
+        on_degraded: Callable[[str], None],
+        on_restored: Callable[[int], None],
         lost_s: float = 0.0,
     ) -> None:
         """Create a gate.
 
         Args:
-            page: Returns the current control page.
-            lost: Returns whether the agent is lost.
+            find_page: Returns the current control page.
+            is_lost: Returns whether the agent is lost.
             epoch: Epoch of this launch.
             timeout_s: Longest wait for a seal, in seconds.
-            degraded: Called with the reason when waits end.
-            restored: Called with the sealed version when a newer seal ends that state.
+            on_degraded: Called with the reason when waits end.
+            on_restored: Called with the sealed version when a newer seal ends that state.
             lost_s: Seconds to wait for a replacement of a lost agent, or for the end of this process.
         """
         self._lost_s = lost_s
-        self._page, self._lost, self._epoch, self._timeout_s = page, lost, epoch, timeout_s
-        self._on_degraded, self._on_restored = degraded, restored
+        self._find_page, self._is_lost, self._epoch, self._timeout_s = find_page, is_lost, epoch, timeout_s
+        self._on_degraded, self._on_restored = on_degraded, on_restored
         self._degraded_at: tuple[int, int] | None = None
         self._degradings = 0
         self._until_probe = self._probe_gap = 1
@@ -59,7 +59,7 @@ class SealGate:
     @property
     def sealed(self) -> tuple[int, int]:
         """Return the newest sealed (epoch, version) seen so far."""
-        page = self._page()
+        page = self._find_page()
         if page is not None:
             self._newest = max(self._newest, page.sealed)
         return self._newest
@@ -67,13 +67,13 @@ class SealGate:
     @property
     def seal(self) -> tuple[tuple[int, int], float]:
         """Return the last seal on the page and its time (CLOCK_MONOTONIC); ((0, 0), 0.0) without a page."""
-        page = self._page()
+        page = self._find_page()
         return page.seal if page is not None else ((0, 0), 0.0)
 
     @property
     def cpu(self) -> tuple[float, float]:
         """Return what the agent's processors give a version; see `ControlPage.cpu`."""
-        page = self._page()
+        page = self._find_page()
         return page.cpu if page is not None else (0.0, 0.0)
 
     @property
@@ -84,10 +84,10 @@ class SealGate:
     @property
     def degraded(self) -> bool:
         """Return True while the gate does not wait; a newer seal ends this."""
-        if self._degraded_at is not None and not self._lost() and self.sealed > self._degraded_at:
+        if self._degraded_at is not None and not self._is_lost() and self.sealed > self._degraded_at:
             with self._lock:
-                was, self._degraded_at = self._degraded_at, None
-            if was is not None:
+                degraded_at, self._degraded_at = self._degraded_at, None
+            if degraded_at is not None:
                 self._on_restored(self._newest[1])
         return self._degraded_at is not None
 
@@ -116,7 +116,7 @@ class SealGate:
 
         The rank that could not save it has reported the reason.
         """
-        page = self._page()
+        page = self._find_page()
         return page is not None and page.abandoned >= (self._epoch, version)
 
     def record_miss(self, version: int) -> None:
@@ -136,7 +136,7 @@ class SealGate:
     def wait(
         self,
         version: int,
-        hopeless: Callable[[], bool],
+        is_hopeless: Callable[[], bool],
         moved_at: Callable[[], float] = lambda: 0.0,
         patience_s: float = math.inf,
         began_at: Callable[[], float] = lambda: 0.0,
@@ -147,7 +147,7 @@ class SealGate:
 
         Args:
             version: Version to wait for.
-            hopeless: Returns whether waiting is pointless.
+            is_hopeless: Returns whether waiting is pointless.
             moved_at: Returns when data of the version last arrived anywhere (CLOCK_MONOTONIC seconds). The timeout
                 counts from there.
             patience_s: Seconds after which the result is False without degradation, because the version is only late.
@@ -175,12 +175,12 @@ class SealGate:
                 now = clock.monotonic()
                 stopped_s += now - looked if now - looked > _STOPPED_S else 0.0
                 looked = now
-                if hopeless() or self._degradings != degradings:
+                if is_hopeless() or self._degradings != degradings:
                     return False
-                page = self._page()
+                page = self._find_page()
                 if page is not None and page.abandoned >= wanted:
                     return False
-                if self._lost() or page is None:
+                if self._is_lost() or page is None:
                     lost_at = min(lost_at, now)
                     if now - lost_at >= self._lost_s:
                         self.degrade("the agent of this node is gone")
@@ -208,7 +208,7 @@ class SealGate:
 
     def _probes(self) -> bool:
         """Return whether this call waits although the gate is degraded."""
-        if self._lost():
+        if self._is_lost():
             return False
         self._until_probe -= 1
         if self._until_probe:

@@ -69,11 +69,11 @@ class RankSession:
         *,
         seal_timeout_s: float,
         hold_s: float = 0.0,
-        what: str = "training",
+        subject: str = "training",
         local_rank: int = 0,
         imported_at: float | None = None,
         say: Callable[[str], None] | None = None,
-        leave: Callable[[int], NoReturn] = _exit_process,
+        exit_process: Callable[[int], NoReturn] = _exit_process,
         handing: AbstractContextManager[Any] | None = None,
         parity: bool = False,
     ) -> None:
@@ -85,11 +85,11 @@ class RankSession:
             tier: The program's choice of a tier.
             seal_timeout_s: Longest wait for a seal, in seconds.
             hold_s: Longest wait for the end of a dead node's job, in seconds.
-            what: "training" or "program", for sentences.
+            subject: "training" or "program", for sentences.
             local_rank: Number of this rank on its node.
             imported_at: Unix time at which the imports were done; None: not reported.
             say: Prints a line for the user.
-            leave: Ends the process with a status.
+            exit_process: Ends the process with a status.
             handing: Held while memory is handed back.
             parity: This program supports parity in place of copies.
         """
@@ -97,8 +97,8 @@ class RankSession:
         self.name = name  # the agents' name, with the training's place among the job's trainings of that title
         self.rank, self.world = ranks.rank, ranks.world
         self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
-        self._what, self._local_rank, self._imported_at = what, local_rank, imported_at
-        self._print, self._leave = say or lines.write_line, leave
+        self._subject, self._local_rank, self._imported_at = subject, local_rank, imported_at
+        self._print, self._exit_process = say or lines.write_line, exit_process
         self._handing: AbstractContextManager[Any] = handing or nullcontext()
         self._parity = parity
         self._pid = os.getpid()
@@ -198,8 +198,9 @@ class RankSession:
         closed = self.welcome.closed
         if closed and self.version <= closed:
             self.say_once(
-                f"{self._what} {self.name} was closed at version {closed} by an earlier start, and resumes at "
-                f"version {self.version}. If the script skips what is done, give each {self._what} a name= of its own"
+                f"{self._subject} {self.name} was closed at version {closed} by an earlier start, and resumes at "
+                f"version {self.version}. If the script skips what is done, give each {self._subject} a name= of its "
+                "own"
             )
 
     def exit_if_done(self) -> None:
@@ -211,18 +212,18 @@ class RankSession:
         if not welcome.closed or welcome.chosen_version:
             return
         self.say_once(
-            f"{self._what} {self.name} was closed at version {welcome.closed}, and that version is gone, as a later "
-            f"{self._what} of the job has been sealed since. "
+            f"{self._subject} {self.name} was closed at version {welcome.closed}, and that version is gone, as a "
+            f"later {self._subject} of the job has been sealed since. "
             + (
                 "Ending this step with success: it has nothing left to do"
                 if welcome.passed
                 else "Ending this step with status 1: it would begin untrained. Give the job a tier; or give each "
-                f"{self._what} a name= of its own, and let the script skip what is done"
+                f"{self._subject} a name= of its own, and let the script skip what is done"
             )
         )
         self.version = welcome.closed
         self.finish(success=welcome.passed)
-        self._leave(0 if welcome.passed else 1)
+        self._exit_process(0 if welcome.passed else 1)
 
     def report_others(self) -> None:
         """Report other trainings to resume from if this training has nothing.
@@ -232,7 +233,7 @@ class RankSession:
         welcome = self.welcome
         if welcome.others and not (welcome.chosen_version or welcome.closed or welcome.lost):
             self.say_once(
-                f"{self._what} {self.name} begins anew, but the job has {', '.join(welcome.others)}: to "
+                f"{self._subject} {self.name} begins anew, but the job has {', '.join(welcome.others)}: to "
                 "resume that, pass the same name= at each start, not one made from the time"
             )
 
@@ -305,13 +306,13 @@ class RankSession:
             sentences: Sentences of this rank, printed as `say_shared` does.
         """
         notice = msgspec.structs.replace(
-            self._greet(problem), nth=joining.number_training(self.title), told=tuple(sentences)
+            self._greet(problem), nth=joining.number_training(self.title), sentences=tuple(sentences)
         )
         notices = [
             msgspec.msgpack.decode(part, type=JoinNotice) for part in self.gather_data(msgspec.msgpack.encode(notice))
         ]
         if problem := joining.describe_unclosed(notices):  # some ranks' answers belong to another training
-            self.say_once(f"this {self._what} is not protected: {problem}")
+            self.say_once(f"this {self._subject} is not protected: {problem}")
             return
         problem = joining.find_problem(notices, notice, with_parity=self._parity)
         if problem:
@@ -322,7 +323,7 @@ class RankSession:
                 self.try_again(problem)
             if kept[1]:
                 self.try_again(f"version {kept[1]} is in memory, but cannot be used: {problem}")
-            self.say_once(f"this {self._what} is not protected: {problem}")
+            self.say_once(f"this {self._subject} is not protected: {problem}")
             return
         client = self.client
         assert client is not None
@@ -350,9 +351,9 @@ class RankSession:
         self.incoming = [r for r, t in enumerate(self.targets) if self.rank in t and r != self.rank]
         self.verdict.record_acceptance()
         self.state = "arming"
-        self.say_shared([n.told for n in notices])
+        self.say_shared([n.sentences for n in notices])
 
-    def join_anew(self, problem: str = "") -> None:
+    def join_again(self, problem: str = "") -> None:
         """Send `Hello` once more, so that the agents verify their copies and choose again (collective)."""
         if self.client is not None:
             self.client.close()
@@ -409,7 +410,7 @@ class RankSession:
         self.say_once(f"{why}; ending with exit status {TRY_AGAIN_EXIT}: the next launch tries again")
         if self.client is not None:
             self.client.close()
-        self._leave(TRY_AGAIN_EXIT)
+        self._exit_process(TRY_AGAIN_EXIT)
 
     def end_unresumed_protection(self) -> None:
         """End protection at a first `step()` without `resume()`, on every rank alike, to keep the version."""
@@ -422,8 +423,8 @@ class RankSession:
         self.findings.append(why)
         self.record_event("unprotected", why)
         self.say_once(
-            f"{why}: this {self._what} began anew and is not protected, and that version stays as it is. Call "
-            f"resume() before the loop; to begin anew on purpose, give the {self._what} another name, or submit a "
+            f"{why}: this {self._subject} began anew and is not protected, and that version stays as it is. Call "
+            f"resume() before the loop; to begin anew on purpose, give the {self._subject} another name, or submit a "
             "new job"
         )
         for callback in self.on_lost:
@@ -481,7 +482,7 @@ class RankSession:
                 message = local.Finished(training=self.name, rank=self.rank, version=self.version)
                 self.client.request(message, timeout_s=FINISHED_TIMEOUT_S)
             except (AgentLost, AgentRefused) as error:
-                what = f"the agent does not know that this {self._what} has ended, and keeps its copies"
+                what = f"the agent does not know that this {self._subject} has ended, and keeps its copies"
                 self.say(f"rank {self.rank}: {what}: {error}")
         self.client.close()
         self._close_progress()
@@ -498,7 +499,7 @@ class RankSession:
         if first is None or (welcome.epoch, welcome.restart) != (first.epoch, first.restart):
             self.end_protection(
                 f"the agent came back at epoch {welcome.epoch}, restart {welcome.restart}"
-                + (f"; this {self._what} is at epoch {first.epoch}, restart {first.restart}" if first else "")
+                + (f"; this {self._subject} is at epoch {first.epoch}, restart {first.restart}" if first else "")
             )
             return False
         chosen = (first.chosen_epoch, first.chosen_version)
@@ -526,7 +527,7 @@ class RankSession:
         self.state = "degraded"
         if self.ending:
             return  # the last links break if the ranks do not leave together
-        self.say(f"rank {self.rank}: protection is degraded: {reason}; the {self._what} goes on")
+        self.say(f"rank {self.rank}: protection is degraded: {reason}; the {self._subject} goes on")
         self.record_event("degraded", reason)
 
     def _on_restored(self, version: int) -> None:
@@ -543,7 +544,7 @@ class RankSession:
             return
         self.state = "unprotected"
         self.findings.append(reason)
-        self.say(f"rank {self.rank}: this {self._what} is no longer protected: {reason}")
+        self.say(f"rank {self.rank}: this {self._subject} is no longer protected: {reason}")
         self.record_event("unprotected", reason)
         for callback in self.on_lost:
             callback(reason)

@@ -29,8 +29,8 @@ class StepGuard:
 
     def __init__(
         self,
-        page: Callable[[], ControlPage | None],
-        lost: Callable[[], bool],
+        find_page: Callable[[], ControlPage | None],
+        is_lost: Callable[[], bool],
         hold_s: float,
         say: Callable[[str], None],
         epoch: int,
@@ -41,8 +41,8 @@ class StepGuard:
         """Create a guard.
 
         Args:
-            page: Returns the agent's control page.
-            lost: Returns whether the agent is lost, which tells nothing about other nodes.
+            find_page: Returns the agent's control page.
+            is_lost: Returns whether the agent is lost, which tells nothing about other nodes.
             hold_s: Longest wait for the end of a dead node's job, in seconds.
             say: Called with lines for the user.
             epoch: Epoch of the rank, not 0.
@@ -50,7 +50,7 @@ class StepGuard:
             sleep: Sleeps for a number of seconds.
         """
         self._epoch = epoch
-        self._page, self._lost, self._hold_s, self._say = page, lost, hold_s, say
+        self._find_page, self._is_lost, self._hold_s, self._say = find_page, is_lost, hold_s, say
         self._clock, self._sleep = clock, sleep
         self._missing_since: float | None = None
         self._dead_since: float | None = None
@@ -76,7 +76,7 @@ class StepGuard:
         An agent lost meanwhile has most likely continued without the node, and the launcher is about to end this
         rank.
         """
-        page = self._page()
+        page = self._find_page()
         if page is None or not page.held or page.held < self._epoch:
             self._leaving_since = None
             return False
@@ -93,8 +93,8 @@ class StepGuard:
         self.waited_s += self._clock() - began
 
     def _must_stay(self, wanted: tuple[int, int]) -> bool:
-        page = self._page()
-        if page is None or self._lost():
+        page = self._find_page()
+        if page is None or self._is_lost():
             return False
         dead = page.dead_nodes
         if not dead and page.state not in (STATE_FROZEN, STATE_DEGRADED):

@@ -24,11 +24,11 @@ class SummarySender:
             rank: The rank.
         """
         self._client, self._training_name, self._rank = client, training_name, rank
-        self._told_at = -1e9
+        self._sent_at = -1e9
 
-    def send_summary(self, state: Callable[[], TrafficState], *, now: bool = False) -> None:
+    def send_summary(self, read_state: Callable[[], TrafficState], *, now: bool = False) -> None:
         """Send a summary to the agent, every `TELL_EVERY_S` seconds or, if `now`, at once."""
         at = clock.monotonic()
-        if now or at - self._told_at > TELL_EVERY_S:
-            self._told_at = at
-            self._client.post(local.Traffic(self._training_name, self._rank, state()))
+        if now or at - self._sent_at > TELL_EVERY_S:
+            self._sent_at = at
+            self._client.post(local.Traffic(self._training_name, self._rank, read_state()))

@@ -28,10 +28,10 @@ class Alerts:
 
     def __init__(self, settings: Settings, journal: Journal) -> None:
         self._settings, self._journal = settings, journal
-        self._told: dict[tuple[str, int, str], float] = {}
+        self._alerted: dict[tuple[str, int, str], float] = {}
         self._called: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def send_alert(self, kind: str, job: int, host: str, text: str) -> None:
         """Send an alert, once in a budget's window for each kind, job and host.
@@ -40,11 +40,11 @@ class Alerts:
         """
         now, key = clock.monotonic(), (kind, job, host)
         window_s = max(SAME_S, self._settings.fence_budget_window_s)
-        if now - self._told.get(key, -window_s) < window_s:
+        if now - self._alerted.get(key, -window_s) < window_s:
             return
-        if len(self._told) >= MOST_KNOWN:
-            self._told.clear()
-        self._told[key] = now
+        if len(self._alerted) >= MOST_KNOWN:
+            self._alerted.clear()
+        self._alerted[key] = now
         log.error("event=alert kind=%s job=%d host=%s detail=%s", kind, job, host or "-", text)
         try:
             self._journal.write_line(NODES, "alert", "after", kind=kind, job=job, node=host, why=text[:300])
@@ -58,7 +58,7 @@ class Alerts:
 
     async def _call(self, *args: str) -> None:
         path = self._settings.alert_program
-        async with self._one:
+        async with self._lock:
             try:
                 if why := find_program_problem(path):
                     raise OSError(why)

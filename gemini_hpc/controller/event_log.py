@@ -58,7 +58,7 @@ class EventLogs:
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._foreign: set[int] = set()  # jobs whose file belongs to an earlier job and could not be replaced
-        self._left_out, self._told = 0, -TOLD_S
+        self._left_out, self._reported_s = 0, -TOLD_S
         os.makedirs(directory, mode=0o700, exist_ok=True)
         old = clock.time() - KEPT_S
         for name in os.listdir(directory):
@@ -120,8 +120,8 @@ class EventLogs:
 
     def _leave_out(self, job: int, events: int, exc: OSError) -> None:
         self._left_out += events
-        if clock.monotonic() - self._told > TOLD_S:
-            self._told = clock.monotonic()
+        if clock.monotonic() - self._reported_s > TOLD_S:
+            self._reported_s = clock.monotonic()
             log.error("job=%d event=events-not-kept so_far=%d detail=%s", job, self._left_out, exc)
 
     @staticmethod

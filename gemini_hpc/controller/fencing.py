@@ -300,9 +300,9 @@ def _judge_silent_node(case: Case, witnesses: int) -> Verdict:
         if fenced + max(1, silent) > allowed:
             why = f"{name}: {fenced} nodes fenced recently, {max(1, silent)} silent now, {allowed} allowed"
             return _leave(veto, f"{why}: left to Slurm; call the administrator")
-    by = "" if case.claim is Claim.REPORTED else f", {case.claim.value}"
-    by += "" if case.claim is Claim.TAKEN_OVER else f", {witnesses} witnesses"
-    return Verdict(Act.FENCE, f"no answer from slurmd, agent and kernel for {case.silent_s:.1f} s{by}")
+    evidence = "" if case.claim is Claim.REPORTED else f", {case.claim.value}"
+    evidence += "" if case.claim is Claim.TAKEN_OVER else f", {witnesses} witnesses"
+    return Verdict(Act.FENCE, f"no answer from slurmd, agent and kernel for {case.silent_s:.1f} s{evidence}")
 
 
 def compute_budget(configured: int, cluster_nodes: int) -> int:

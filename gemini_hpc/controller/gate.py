@@ -67,25 +67,25 @@ class GatedSlurm(SlurmApi):
     # ---- the gate --------------------------------------------------------------------------------------
 
     @staticmethod
-    def _check(what: str, why: str) -> None:
+    def _check(act: str, why: str) -> None:
         if why:
-            raise WithheldError(f"{what} is withheld: {why}")
+            raise WithheldError(f"{act} is withheld: {why}")
 
-    async def _check_node(self, what: str, name: str) -> None:
+    async def _check_node(self, act: str, name: str) -> None:
         if self._gate.mode != ACT and name not in self._of_node:
             await self.read_nodes([name])
-        self._check(f"{what} of node {name}", self._gate.explain_refusal(self._of_node.get(name, ())))
+        self._check(f"{act} of node {name}", self._gate.explain_refusal(self._of_node.get(name, ())))
 
-    def _check_job(self, what: str, job: Job) -> None:
-        self._check(f"{what} of job {job.id}", self._gate.explain_job_refusal(job))
+    def _check_job(self, act: str, job: Job) -> None:
+        self._check(f"{act} of job {job.id}", self._gate.explain_job_refusal(job))
 
-    async def _check_reservation(self, what: str, name: str) -> None:
+    async def _check_reservation(self, act: str, name: str) -> None:
         """Check an act on a reservation of ours, whose name has the job's number."""
         raw_id = parse_raw_id(name)
         if self._gate.mode != ACT and raw_id and raw_id not in self._of_job:
             with suppress(UnknownJob):
                 await self.read_job(raw_id)
-        self._check(f"{what} of reservation {name}", self._gate.explain_refusal(self._of_job.get(raw_id, ())))
+        self._check(f"{act} of reservation {name}", self._gate.explain_refusal(self._of_job.get(raw_id, ())))
 
     # ---- queries ---------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class GatedSlurm(SlurmApi):
 
     async def read_rows(self, raw_ids: Sequence[int]) -> dict[int, WatchedJob]:
         """Return state and nodes of many jobs."""
-        self._of_job = {raw_id: of for raw_id, of in self._of_job.items() if raw_id in set(raw_ids)}
+        self._of_job = {raw_id: owners for raw_id, owners in self._of_job.items() if raw_id in set(raw_ids)}
         return await self._slurm.read_rows(raw_ids)
 
     async def read_nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:

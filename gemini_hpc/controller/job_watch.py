@@ -237,8 +237,8 @@ class JobWatch:
     @staticmethod
     def _release(agent: ConnectedAgent, reason: str, *, save: bool = False) -> None:
         # Log at most once a minute: a stopped agent gets a `Release` every second.
-        if clock.monotonic() - agent.told_release_s > RELEASE_TOLD_S:
-            agent.told_release_s = clock.monotonic()
+        if clock.monotonic() - agent.logged_release_s > RELEASE_TOLD_S:
+            agent.logged_release_s = clock.monotonic()
             log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
         agent.link.send(Release(agent.job, reason, save))
 
@@ -249,8 +249,8 @@ def _send_end(track: Track, end_time: float) -> None:
     The time limit may be changed while the job runs.
     """
     for agent in track.agents.values():
-        if agent.is_connected and abs(agent.told_end - end_time) > _SAME_END_S:
-            agent.told_end = end_time
+        if agent.is_connected and abs(agent.sent_end - end_time) > _SAME_END_S:
+            agent.sent_end = end_time
             agent.link.send(Ending(track.raw_id, max(0, int(end_time - clock.time())) if end_time else None))
 
 
@@ -260,6 +260,6 @@ def _send_waits(track: Track, is_pending: bool) -> None:
     They then keep their memory longer than agents of an ended job.
     """
     for agent in track.agents.values():
-        if is_pending and agent.is_connected and not agent.has_told_waits:
+        if is_pending and agent.is_connected and not agent.has_sent_waits:
             agent.link.send(Waits(track.raw_id))
-        agent.has_told_waits = is_pending and agent.is_connected
+        agent.has_sent_waits = is_pending and agent.is_connected

@@ -74,12 +74,12 @@ class Lemons:
     def _compute_since(self) -> float:
         return clock.time() - self._days * clock.DAY_S
 
-    def add_visit(self, node: str, what: str, job: int, why: str) -> None:
+    def add_visit(self, node: str, kind: str, job: int, why: str) -> None:
         """Add an entry. A node that is red after several lives of one job counts once for that job."""
         visits = self._visits.get(node, [])
-        if not self._days or (what != "fenced" and any((v.what, v.job) == (what, job) for v in visits)):
+        if not self._days or (kind != "fenced" and any((v.what, v.job) == (kind, job) for v in visits)):
             return
-        self._visits[node] = [*visits, Visit(clock.time(), what, job, why[:_WHY_CHARS])][-MOST_VISITS:]
+        self._visits[node] = [*visits, Visit(clock.time(), kind, job, why[:_WHY_CHARS])][-MOST_VISITS:]
         while len(self._visits) > MOST_NODES:
             del self._visits[min(self._visits, key=lambda name: self._visits[name][-1].t)]
         try:

@@ -24,7 +24,7 @@ class DrainWatch:
         self._slurm, self._clock = slurm, clock
         self._looked = -LOOK_S
         # By raw job id and restart count: (node, ""), or (partition, its state).
-        self._told: dict[tuple[int, int], set[tuple[str, str]]] = {}
+        self._reported: dict[tuple[int, int], set[tuple[str, str]]] = {}
 
     async def report_drains(self, running: Iterable[Track]) -> None:
         """Report to the agents of these jobs which nodes and partitions have begun to drain.
@@ -37,7 +37,7 @@ class DrainWatch:
             return
         self._looked = now
         tracks = {(t.raw_id, t.job.restarts): t for t in running if t.job is not None}
-        self._told = {key: hosts for key, hosts in self._told.items() if key in tracks}
+        self._reported = {key: hosts for key, hosts in self._reported.items() if key in tracks}
         names = sorted({host for (_, restart), track in tracks.items() for host in track.list_members(restart)})
         if not names:
             return
@@ -48,15 +48,15 @@ class DrainWatch:
             partition = track.job.partition if track.job is not None else ""
             if (state := partitions.get(partition, "UP")) != "UP":
                 draining.add((partition, state))
-            reported = self._told.get((raw_id, restart), set())
+            reported = self._reported.get((raw_id, restart), set())
             if new := draining - reported:
                 agents = [a for a in track.agents.values() if a.is_connected and a.restart == restart]
                 hosts = tuple(sorted(name for name, state in new if not state))
-                of = next((f"partition {name} is {state}" for name, state in new if state), "")
+                partition_state = next((f"partition {name} is {state}" for name, state in new if state), "")
                 for agent in agents:
-                    agent.link.send(Draining(raw_id, hosts, of))
+                    agent.link.send(Draining(raw_id, hosts, partition_state))
                 draining = draining if agents else reported
-            self._told[raw_id, restart] = draining
+            self._reported[raw_id, restart] = draining
 
 
 def _is_drained(node: Node) -> bool:

@@ -168,9 +168,9 @@ def acquire_lock(path: str) -> IO[str]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        who = handle.read(200).strip() or "somebody"
+        holder = handle.read(200).strip() or "somebody"
         handle.close()
-        raise LockTakenError(f"another controller ({who}) holds {path}: only one may act") from None
+        raise LockTakenError(f"another controller ({holder}) holds {path}: only one may act") from None
     handle.seek(0)
     handle.truncate()
     handle.write(f"{socket.gethostname()} pid {os.getpid()}\n")

@@ -230,25 +230,25 @@ class ProbeHistory:
         self._looked_at = clock.monotonic()
         self.rounds += 1
 
-    def note_port(self, what: str, port: Port, began: float) -> None:
+    def note_port(self, name: str, port: Port, began: float) -> None:
         """Count the behavior of one port in a probe that began at `began` (monotonic)."""
-        self._unknown.discard(what)
+        self._unknown.discard(name)
         if port is Port.SILENT:
-            if self._silent_since[what] is None:
-                self._silent_since[what] = began
+            if self._silent_since[name] is None:
+                self._silent_since[name] = began
             return
-        self._silent_since[what] = None
+        self._silent_since[name] = None
         if port is Port.UNKNOWN:
-            self._unknown.add(what)
+            self._unknown.add(name)
             return
         # A process that answered was alive just now; a kernel that accepted was alive when the probe began.
-        self._life[what] = (began if port is Port.HANGS else clock.monotonic(), port)
+        self._life[name] = (began if port is Port.HANGS else clock.monotonic(), port)
 
-    def judge_port(self, what: str) -> Port:
+    def judge_port(self, name: str) -> Port:
         """Return the behavior of `slurmd`, `agent` or `kernel`."""
-        last, now = self._life.get(what), clock.monotonic()
-        unbroken = self._silent_since[what] is None and now - self._looked_at < self.STALE_S
-        if what in self._unknown and (last is None or now - last[0] >= self._forget_s):
+        last, now = self._life.get(name), clock.monotonic()
+        unbroken = self._silent_since[name] is None and now - self._looked_at < self.STALE_S
+        if name in self._unknown and (last is None or now - last[0] >= self._forget_s):
             return Port.UNKNOWN
         if last is not None and (unbroken or now - last[0] < self._forget_s):
             return last[1]

@@ -12,7 +12,7 @@ _ENDED = frozenset(("detached", "released"))  # these events carry the last vers
 _FAILED = frozenset(("confirmed", "sent_back"))
 
 
-def count_barren(events: Iterable[EventRecord], since: int = 1) -> tuple[int, int]:
+def count_without_progress(events: Iterable[EventRecord], since: int = 1) -> tuple[int, int]:
     """Count the job's latest lives in a row that failed without progress.
 
     Such a life began with a recovery, failed, and sealed no newer version than the lives before it. A life without

@@ -23,7 +23,7 @@ class Reachability:
 
     def __init__(self, settings: Settings, registry: Registry) -> None:
         self._settings, self._registry = settings, registry
-        self._at, self._sure_at = 0.0, 0.0
+        self._asked_at, self._sure_at = 0.0, 0.0
         self.reached, self.asked = 0, 0
 
     async def probe_members(
@@ -35,9 +35,9 @@ class Reachability:
         `must_be_fresh`, some of those nodes are probed as well, and represent the others.
         """
         began = clock.monotonic()
-        if began - (self._sure_at if must_be_fresh else self._at) < KEPT_S:
+        if began - (self._sure_at if must_be_fresh else self._asked_at) < KEPT_S:
             return
-        self._at = began
+        self._asked_at = began
         more = [h for t in self._registry.jobs.values() for h, a in t.agents.items() if a.is_connected]
         known = (h for h in dict.fromkeys([*members, *more]) if h in nodes and h not in accused)
         names = list(known)[:MOST]
@@ -55,4 +55,4 @@ class Reachability:
         self.reached = answered + (len(vouched) * seen // len(sample) if sample else len(vouched))
         self.asked = len(targets)
         if must_be_fresh:
-            self._at = self._sure_at = clock.monotonic()
+            self._asked_at = self._sure_at = clock.monotonic()

@@ -204,9 +204,9 @@ class Recoveries(RecoveryContext):
         self.log_event(raw_id, restart, "closed", "", f"ended unfinished: {why}")
         begun = sorted({str(r.data["node"]) for r in records if r.step == "down"})
         text = f"restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'}"
-        who = "the mode forbids it" if self.gate.explain_job_refusal(job) else "Slurm refuses it"
+        refusal = "the mode forbids it" if self.gate.explain_job_refusal(job) else "Slurm refuses it"
         self.alerts.send_alert(
-            "recovery given up", raw_id, "", f"a recovery cannot finish, as {who}: check its nodes ({text})"
+            "recovery given up", raw_id, "", f"a recovery cannot finish, as {refusal}: check its nodes ({text})"
         )
 
     async def _resume_one(self, key: str, records: list[JournalRecord]) -> None:

@@ -90,7 +90,7 @@ class Suspect:
 class SlurmFacts:
     """Slurm's facts at one moment. `job` is None if Slurm no longer knows the job."""
 
-    at: float
+    read_at: float
     job: Job | None
     nodes: dict[str, Node]
     owners: dict[str, set[tuple[int, int]]]
@@ -222,11 +222,11 @@ class Recovery:
     async def _read_sure(self, facts: SlurmFacts) -> SlurmFacts:
         """Return facts that an action may be based on: fresh, and with proof that this host still reaches others."""
         for _ in range(2):
-            if clock.monotonic() - facts.at > FRESH_S:
+            if clock.monotonic() - facts.read_at > FRESH_S:
                 facts = await self._read()
                 self._start_probes(facts)
             await self._probe_others(facts, is_sure=True)
-            if clock.monotonic() - facts.at <= FRESH_S:
+            if clock.monotonic() - facts.read_at <= FRESH_S:
                 break
         return facts
 
@@ -270,7 +270,7 @@ class Recovery:
             user_silent=len(home.list_silent({host}, track.user_id)),
             confirm_s=settings.fence_confirm_s,
             is_guarded=settings.node_max_jobs_guard,
-            slurm_up_s=facts.slurm_up_s + clock.monotonic() - facts.at,
+            slurm_up_s=facts.slurm_up_s + clock.monotonic() - facts.read_at,
             settle_s=settings.slurm_settle_s,
             has_finished=bool(track.check_finished(self.restart)) or track.has_gone_on(self.restart, [host]),
         )
@@ -307,7 +307,7 @@ class Recovery:
         while (passed_s := clock.monotonic() - began) < max(watch_s, LEFT_S):
             refresh_s = REFRESH_S if quick else SLOW_REFRESH_S
             try:
-                if facts is None or clock.monotonic() - facts.at > refresh_s:
+                if facts is None or clock.monotonic() - facts.read_at > refresh_s:
                     facts = await self._read()
                     self._start_probes(facts)
                     self._ask_suspects()

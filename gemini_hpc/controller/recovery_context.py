@@ -17,7 +17,7 @@ from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
-from gemini_hpc.controller.progress import count_barren
+from gemini_hpc.controller.progress import count_without_progress
 from gemini_hpc.controller.reach import Reachability
 from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.controller.reservation import RESERVED_MINUTES, parse_raw_id
@@ -131,7 +131,7 @@ class RecoveryContext:
     def explain_hold(self, track: Track) -> str:
         """Return why this job must be held instead of running again: its recoveries make no progress. "" if not."""
         most, since = self.settings.recoveries_without_progress, track.stored.held_before
-        count, version = count_barren(self.read_events(track), since) if most else (0, 0)
+        count, version = count_without_progress(self.read_events(track), since) if most else (0, 0)
         if not most or count < most:
             return ""
         newest = f"newer than version {version}" if version else "at all"

@@ -57,9 +57,9 @@ class ConnectedAgent:
     without: frozenset[str] = frozenset()
     is_rescuing: bool = False
     has_finished: bool | None = None
-    told_end: float = 0.0  # the job's end as sent to the agent (Unix time)
-    told_release_s: float = -math.inf  # last log line about its release (monotonic)
-    has_told_waits: bool = False  # whether `Waits` was sent: its job is pending
+    sent_end: float = 0.0  # the job's end as sent to the agent (Unix time)
+    logged_release_s: float = -math.inf  # last log line about its release (monotonic)
+    has_sent_waits: bool = False  # whether `Waits` was sent: its job is pending
     since: float = field(default_factory=clock.time)
 
     def apply_registration(self, registration: Registration) -> None:

@@ -27,7 +27,7 @@ from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.metrics import Metrics
 from gemini_hpc.controller.primary import LOCK, Primary, acquire_lock, is_here
-from gemini_hpc.controller.questions import Questions
+from gemini_hpc.controller.query_server import QueryServer
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import ConnectedAgent, Registry, Track
 from gemini_hpc.controller.sick_nodes import SickNodeDrains
@@ -94,7 +94,7 @@ class Controller:
         )
         self._sick = SickNodeDrains(self.recoveries)
         self.watcher = JobWatch(self.recoveries)
-        self._lobby = PreauthLimit(MAX_STRANGERS)
+        self._preauth_limit = PreauthLimit(MAX_STRANGERS)
         self._turned_away = RateLimit(per_s=1.0, burst=1.0)
         self._reports = PerUser(REPORTS_PER_S, REPORTS_BURST)
         self._event_bytes = PerUser(EVENT_BYTES_PER_S, EVENT_BYTES_BURST)
@@ -104,10 +104,10 @@ class Controller:
         self._links: set[Link] = set()
         self._host = find_own_name(settings)
         self._instance = secrets.token_hex(8)
-        self._questions = Questions(
+        self._queries = QueryServer(
             find_operators(settings, self.slurm), self.registry, self.logs, self.lemons, self.read_job
         )
-        self._metrics = Metrics(self.recoveries, self._questions.build_document)
+        self._metrics = Metrics(self.recoveries, self._queries.build_document)
         self.recoveries.on_event = self._metrics.count_event
 
     async def serve(self) -> None:
@@ -161,17 +161,17 @@ class Controller:
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _enable_keepalive(writer.transport.get_extra_info("socket"))
         address = str((writer.get_extra_info("peername") or ("",))[0])
-        ticket = self._lobby.enter(address, writer.transport.abort)
+        ticket = self._preauth_limit.enter(address, writer.transport.abort)
         try:
             link = await accept(
-                reader, writer, self._admit, host=self._host, restart=lambda: 0, instance=self._instance
+                reader, writer, self._admit, host=self._host, read_restart=lambda: 0, instance=self._instance
             )
         except HandshakeError as exc:
             if self._turned_away.take_tokens():
                 log.info("event=turned-away reason=%r others=%d", str(exc)[:200], self._turned_away.take_missed())
             return
         finally:
-            self._lobby.leave(address, ticket)
+            self._preauth_limit.leave(address, ticket)
         uid, purpose = link.session.peer_uid, link.session.purpose
         BEHALF.set(uid)
         self._open[purpose, uid] += 1
@@ -182,7 +182,7 @@ class Controller:
             elif purpose == controller.HEALTH:
                 await self._judge_red_node(link)
             else:
-                await self._questions.serve_client(link)
+                await self._queries.serve_client(link)
         except (LinkClosed, TimeoutError, FrameError):
             pass
         except Exception:
@@ -373,7 +373,7 @@ class Controller:
                 else:
                     self._log_for_user(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
         elif isinstance(message, inspect_schema.InspectPart):
-            self._questions.accept_part(agent, message)
+            self._queries.accept_part(agent, message)
         elif isinstance(message, controller.Registration) and (message.job, message.host) == (agent.job, agent.host):
             agent.apply_registration(message)
             if message.dead is not None:

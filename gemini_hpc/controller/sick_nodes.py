@@ -60,7 +60,7 @@ class SickNodeDrains:
 
     def __init__(self, home: RecoveryContext) -> None:
         self._home = home
-        self._one = asyncio.Lock()  # no drain is counted twice
+        self._lock = asyncio.Lock()  # no drain is counted twice
         self._tasks: set[asyncio.Task[str]] = set()
 
     async def judge_node(self, host: str, red: RedNode) -> str:
@@ -80,7 +80,7 @@ class SickNodeDrains:
         found = _WORDS[red.verdict]
         self._home.lemons.add_visit(host, "unhealthy", red.job, found)
         try:
-            async with self._one:
+            async with self._lock:
                 nodes = await self._home.slurm.read_nodes([host])
                 allowed, drained = (
                     self._home.settings.sick_nodes_per_day,

@@ -43,7 +43,7 @@ class Survivors:
     _seen: dict[str, ProbeHistory] = field(default_factory=dict)
     _fine: set[str] = field(default_factory=set)
     _barred: dict[str, str] = field(default_factory=dict)
-    _told: dict[str, str] = field(default_factory=dict)
+    _reported: dict[str, str] = field(default_factory=dict)
 
     def exclude_nodes(
         self,
@@ -105,10 +105,10 @@ class Survivors:
         """Return the survivors that a pin may name. Log the changes."""
         out = self.list_left_out(is_patient=is_patient)
         for name in self.names:
-            why, reported = out.get(name, ""), self._told.get(name, "")
+            why, reported = out.get(name, ""), self._reported.get(name, "")
             if why and not reported:
                 self.log_event("survivor_left_out", name, why)
             elif reported and not why:
                 self.log_event("survivor_back", name, "")
-            self._told[name] = why
+            self._reported[name] = why
         return tuple(n for n in self.names if n not in out)

@@ -140,7 +140,7 @@ class Withheld:
             say: Writes job, restart, event, host and detail to a job's event log.
         """
         self._path, self._say = os.path.join(directory, FILE), say
-        self._told: set[tuple[str, int, int]] = set()
+        self._logged: set[tuple[str, int, int]] = set()
         self.acts: list[WithheldAct] = []
         try:
             self.acts = read_acts(self._path)
@@ -167,14 +167,14 @@ class Withheld:
         self._say(job, restart, "withheld", node, f"would have {WORDS[act]} {node}: {why}; {mode}")
         return True
 
-    def log_once(self, job: int, restart: int, what: str, mode: str) -> None:
+    def log_once(self, job: int, restart: int, act: str, mode: str) -> None:
         """Log, once for each incarnation, an act that is not scored because Slurm has judged already."""
-        if (what, job, restart) in self._told:
+        if (act, job, restart) in self._logged:
             return
-        if len(self._told) >= MOST:
-            self._told.clear()
-        self._told.add((what, job, restart))
-        self._say(job, restart, "withheld", "", f"would have {what}; {mode}")
+        if len(self._logged) >= MOST:
+            self._logged.clear()
+        self._logged.add((act, job, restart))
+        self._say(job, restart, "withheld", "", f"would have {act}; {mode}")
 
     async def run(self, slurm: SlurmReading) -> None:
         """Judge the open acts every few seconds until cancelled."""

@@ -17,25 +17,25 @@ class Witnesses:
     def __init__(self) -> None:
         self._said: dict[tuple[int, str], dict[str, float]] = {}  # (restart, node) -> witness -> time of the report
 
-    def record_witnesses(self, restart: int, node: str, who: Iterable[str], now: float) -> None:
+    def record_witnesses(self, restart: int, node: str, witnesses: Iterable[str], now: float) -> None:
         """Record that these witnesses report a node of this incarnation as silent."""
         self._forget(now)
         reports = self._said.setdefault((restart, node), {})
-        reports.update(dict.fromkeys(who, now))
+        reports.update(dict.fromkeys(witnesses, now))
 
-    def withdraw_reports(self, restart: int, who: str, but: Collection[str]) -> None:
-        """Withdraw a witness's reports about all nodes of the incarnation except those in `but`."""
-        for (of, node), reports in self._said.items():
-            if of == restart and node not in but:
-                reports.pop(who, None)
+    def withdraw_reports(self, restart: int, witness: str, named: Collection[str]) -> None:
+        """Withdraw a witness's reports about all nodes of the incarnation except those in `named`."""
+        for (incarnation, node), reports in self._said.items():
+            if incarnation == restart and node not in named:
+                reports.pop(witness, None)
 
     def list_fresh(self, restart: int, node: str, now: float, *, counts_later: bool = False) -> frozenset[str]:
         """Return the agents that have reported the node lately. With `counts_later`, include later incarnations."""
         found = [
-            who
-            for (of, host), reports in self._said.items()
-            if host == node and (of == restart or (counts_later and of > restart))
-            for who, at in reports.items()
+            witness
+            for (incarnation, host), reports in self._said.items()
+            if host == node and (incarnation == restart or (counts_later and incarnation > restart))
+            for witness, at in reports.items()
             if now - at <= FRESH_S
         ]
         return frozenset(found)

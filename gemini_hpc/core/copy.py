@@ -34,8 +34,8 @@ class Copy(msgspec.Struct, frozen=True):
         digest: Digest of the used part (`core.digest`).
         proven: True for a copy made at the shard's home. Otherwise the copy is a replica's, valid only if no other
             contradicts it.
-        of: Members of a parity; empty for a copy. A parity is no copy of the rank's shard but lies beside it, made
-            of these shards of its stripe.
+        members: Members of a parity; empty for a copy. A parity is no copy of the rank's shard but lies beside it,
+            made of these shards of its stripe.
         blocks: Number of blocks of a parity (`core.parity`).
         room: Distance of these blocks in bytes.
         mark: Mark of the rank's moment at this version (`core.moments`).
@@ -50,7 +50,7 @@ class Copy(msgspec.Struct, frozen=True):
     stamp: Stamp
     digest: str
     proven: bool = True
-    of: tuple[Member, ...] = ()
+    members: tuple[Member, ...] = ()
     blocks: SomeBlocks = 1
     room: Bytes = 0
     mark: Mark = UNKNOWN

@@ -90,10 +90,10 @@ class Pieces:
 
     def find_differing(self, other: bytes) -> list[int]:
         """Return the numbers of the pieces whose digests differ from another list of as many."""
-        each = range(0, len(self._found), PIECE_DIGEST_BYTES)
+        offsets = range(0, len(self._found), PIECE_DIGEST_BYTES)
         return [
             at // PIECE_DIGEST_BYTES
-            for at in each
+            for at in offsets
             if self._found[at : at + PIECE_DIGEST_BYTES] != other[at : at + PIECE_DIGEST_BYTES]
         ]
 

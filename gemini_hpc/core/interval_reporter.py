@@ -40,17 +40,17 @@ class IntervalReporter:
             needs it.
     """
 
-    def __init__(self, rank: int, overhead: float, say: Callable[[str], None], what: str = "training") -> None:
+    def __init__(self, rank: int, overhead: float, say: Callable[[str], None], subject: str = "training") -> None:
         """Create a reporter.
 
         Args:
             rank: The rank.
             overhead: The ceiling, as a share of the time.
             say: Prints a line for the user.
-            what: "training" or "program", for sentences.
+            subject: "training" or "program", for sentences.
         """
-        self._rank, self._overhead, self._say, self._what = rank, overhead, say, what
-        self._told = 1
+        self._rank, self._overhead, self._say, self._subject = rank, overhead, say, subject
+        self._reported_j = 1
         self.settled = False
         self.reason = ""
 
@@ -62,7 +62,7 @@ class IntervalReporter:
         waited_s = budget.first_waited_s
         if not self.settled and waited_s >= _TOLD_WAIT_S and self._rank == 0:
             self._say(
-                f"rank 0: the {self._what} has waited {waited_s:.1f} s for its first versions; "
+                f"rank 0: the {self._subject} has waited {waited_s:.1f} s for its first versions; "
                 f"from now on versions take at most {100 * self._overhead:g} % of its time"
             )
         self.settled = True
@@ -79,10 +79,10 @@ class IntervalReporter:
             is_cause: Whether this rank is the one that needs this j.
             advice: What the user hears in place of the consequences where j is not in effect.
         """
-        news = j >= _TELL_AGAIN * self._told or self._told <= 1 < j
+        news = j >= _TELL_AGAIN * self._reported_j or self._reported_j <= 1 < j
         self.reason = ""
         if news:
-            self._told = j
+            self._reported_j = j
         if j <= 1 or not is_cause:
             return
         why, helps = reason(news)

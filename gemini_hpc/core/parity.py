@@ -31,15 +31,15 @@ MAX_MEMBERS = 64  # largest stripe, above the number of nodes that a group can h
 class ParityTerm(NamedTuple):
     """A term of a sum: bytes of a shard or of the parity beside it, times a factor.
 
-    Bytes `start` to `end` of the rank's shard or parity, times `by`, are added to the bytes from `at`.
+    Bytes `start` to `end` of the rank's shard or parity, times `factor`, are added to the bytes from `offset`.
     """
 
     rank: int
     parity: bool
     start: int
     end: int
-    at: int
-    by: int = 1
+    offset: int
+    factor: int = 1
 
 
 def build_stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
@@ -53,7 +53,7 @@ def build_stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list
     on_node: dict[int, list[int]] = defaultdict(list)
     for rank, home in enumerate(homes):
         on_node[home].append(rank)
-    of: dict[int, tuple[int, ...]] = {}
+    stripes: dict[int, tuple[int, ...]] = {}
     for group in groups:
         counts = {node: len(on_node.get(node, ())) for node in group}
         if len(set(counts.values())) > 1:
@@ -63,8 +63,8 @@ def build_stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list
                 f"{many} has {counts[many]}"
             )
         for members in zip(*(on_node[node] for node in counts), strict=True):
-            of.update(dict.fromkeys(members, tuple(sorted(members))))
-    return [of[rank] for rank in range(len(homes))]
+            stripes.update(dict.fromkeys(members, tuple(sorted(members))))
+    return [stripes[rank] for rank in range(len(homes))]
 
 
 def list_targets(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[list[int]]:
@@ -129,7 +129,7 @@ class Stripe:
     def compute_parity_bytes(self, holder: int, used: Mapping[int, int], room: int = 0) -> int:
         """Return the length of a member's parity. `used` need not have its own shard's bytes."""
         folds = self.derive_encoding(holder, used, room)
-        return max((fold.at + fold.end - fold.start for fold in folds), default=0)
+        return max((fold.offset + fold.end - fold.start for fold in folds), default=0)
 
     def derive_encoding(self, holder: int, used: Mapping[int, int], room: int = 0) -> list[ParityTerm]:
         """Return the terms that make a member's parity while all other shards are present."""
@@ -151,8 +151,8 @@ class Stripe:
                 folds.append(fold)
                 continue
             number = fold.start // self.compute_block_bytes(used[fold.rank])
-            made = self._derive_block(fold.rank, number, fold.at, used, whole, beside)
-            folds += [one._replace(by=gf256.multiply(one.by, fold.by)) for one in made]
+            made = self._derive_block(fold.rank, number, fold.offset, used, whole, beside)
+            folds += [one._replace(factor=gf256.multiply(one.factor, fold.factor)) for one in made]
         return folds
 
     def derive_decoding(
@@ -208,12 +208,12 @@ class Stripe:
         self,
         lost: int,
         number: int,
-        at: int,
+        offset: int,
         used: Mapping[int, int],
         whole: AbstractSet[int],
         rooms: Mapping[int, int],
     ) -> list[ParityTerm]:
-        """Return the terms that make one block of a lost shard, to be added to the bytes from `at`.
+        """Return the terms that make one block of a lost shard, to be added to the bytes from `offset`.
 
         They use as many blocks of parity as the row lacks shards, and the shards' blocks that the row has.
         """
@@ -233,13 +233,13 @@ class Stripe:
         for (j, holder), weight in zip(chosen, weights, strict=True):
             if weight:
                 begin = j * rooms[holder]
-                folds.append(ParityTerm(holder, True, begin, begin + size, at, weight))
+                folds.append(ParityTerm(holder, True, begin, begin + size, offset, weight))
         for rank, (start, end) in members.items():
             if rank in missing:
                 continue
-            by = 0
+            factor = 0
             for (j, _), weight in zip(chosen, weights, strict=True):
-                by ^= gf256.multiply(weight, gf256.compute_coefficient(j, columns[rank]))
-            if by:
-                folds.append(ParityTerm(rank, False, start, min(end, start + size), at, by))
+                factor ^= gf256.multiply(weight, gf256.compute_coefficient(j, columns[rank]))
+            if factor:
+                folds.append(ParityTerm(rank, False, start, min(end, start + size), offset, factor))
         return folds

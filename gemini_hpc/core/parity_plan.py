@@ -40,8 +40,8 @@ class Parities:
         """
         self._found: dict[tuple[str, Stamp, int], dict[int, dict[str, Copy]]] = {}
         for host, copy in held:
-            ranks = {copy.rank, *(member.rank for member in copy.of)}
-            apart = len(ranks) == len(copy.of) + 1 and max(ranks) < copy.world
+            ranks = {copy.rank, *(member.rank for member in copy.members)}
+            apart = len(ranks) == len(copy.members) + 1 and max(ranks) < copy.world
             if apart and copy.blocks < len(ranks) <= parity.MAX_MEMBERS:
                 of_training = self._found.setdefault((copy.training, copy.stamp, copy.world), {})
                 of_training.setdefault(copy.rank, {})[host] = copy
@@ -54,43 +54,47 @@ class Parities:
         wanted: dict[int, Member] = {}
         for by_host in parities.values():
             for copy in by_host.values():
-                wanted.update({member.rank: member for member in copy.of if member.rank not in ranks})
+                wanted.update({member.rank: member for member in copy.members if member.rank not in ranks})
         found = {
             rank: self._plan_rebuild(name, stamp, world, member, parities, ranks) for rank, member in wanted.items()
         }
         return {rank: made for rank, made in found.items() if made is not None}
 
     def find_lacking(
-        self, shards: Sequence[Copy], where: Mapping[int, Sequence[str]], by_rank: Mapping[int, str], of: Redundancy
+        self,
+        shards: Sequence[Copy],
+        holders: Mapping[int, Sequence[str]],
+        by_rank: Mapping[int, str],
+        redundancy: Redundancy,
     ) -> tuple[list[RebuiltCopy], bool]:
         """Return the parities that the nodes lack of a version, and whether they will then have all of it.
 
         Args:
             shards: Shards of the version, in rank order.
-            where: By rank, the hosts that have the shard.
+            holders: By rank, the hosts that have the shard.
             by_rank: Host of each node rank.
-            of: Redundancy of the job.
+            redundancy: Redundancy of the job.
         """
-        N = of.N
+        N = redundancy.N
         try:
-            found = parity.build_stripes([shard.home % N for shard in shards], of.list_groups())
+            found = parity.build_stripes([shard.home % N for shard in shards], redundancy.list_groups())
         except ValueError:
             return [], False
         made, whole = [], True
         for shard, ranks in zip(shards, found, strict=True):
             dest = by_rank[shard.home % N]
             others = _list_others(shard.rank, ranks, shards)
-            if dest in self._find_matching(shard, others, of.parity):
+            if dest in self._find_matching(shard, others, redundancy.parity):
                 continue
             beside = {
                 rank: next(iter(held.items()))
                 for rank in ranks
-                if (held := self._find_matching(shards[rank], _list_others(rank, ranks, shards), of.parity))
+                if (held := self._find_matching(shards[rank], _list_others(rank, ranks, shards), redundancy.parity))
             }
-            stripe = parity.Stripe(ranks, of.parity)
+            stripe = parity.Stripe(ranks, redundancy.parity)
             room = max(stripe.compute_block_bytes(member.bytes) for member in others)
             used = {rank: shards[rank].used for rank in ranks}
-            available = {rank: (where[rank][0], shards[rank]) for rank in ranks if rank in where}
+            available = {rank: (holders[rank][0], shards[rank]) for rank in ranks if rank in holders}
             rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
             try:
                 folds = stripe.derive_encoding_without(shard.rank, used, available.keys(), rooms, room)
@@ -102,12 +106,12 @@ class Parities:
                 shard.rank,
                 shard.world,
                 shard.home,
-                of.parity * room,
+                redundancy.parity * room,
                 stripe.compute_parity_bytes(shard.rank, used, room),
                 shard.stamp,
                 "",
-                of=others,
-                blocks=of.parity,
+                members=others,
+                blocks=redundancy.parity,
                 room=room,
             )
             made.append(RebuiltCopy(dest, copy, _list_parts(folds, available, beside)))
@@ -116,7 +120,7 @@ class Parities:
     def _find_matching(self, shard: Copy, members: tuple[Member, ...], blocks: int) -> dict[str, Copy]:
         """Return, by host, the parities beside a shard that are made of these other members."""
         held = self._found.get((shard.training, shard.stamp, shard.world), {}).get(shard.rank, {})
-        return {host: copy for host, copy in held.items() if (copy.of, copy.blocks) == (members, blocks)}
+        return {host: copy for host, copy in held.items() if (copy.members, copy.blocks) == (members, blocks)}
 
     @staticmethod
     def _plan_rebuild(
@@ -131,7 +135,7 @@ class Parities:
             rank: (host, copy)
             for rank, by_host in parities.items()
             for host, copy in by_host.items()
-            if lost in copy.of
+            if lost in copy.members
         }
         stripes = {_find_stripe(copy) for _, copy in beside.values()}
         if len(stripes) != 1:
@@ -139,7 +143,7 @@ class Parities:
         [stripe] = stripes
         members: dict[int, set[Member]] = {}
         for _, copy in beside.values():
-            for member in copy.of:
+            for member in copy.members:
                 members.setdefault(member.rank, set()).add(member)
         shards: dict[int, tuple[str, Copy]] = {}
         for rank in stripe.ranks:
@@ -163,7 +167,7 @@ class Parities:
 
 
 def _find_stripe(copy: Copy) -> parity.Stripe:
-    return parity.Stripe(tuple(sorted({copy.rank, *(member.rank for member in copy.of)})), copy.blocks)
+    return parity.Stripe(tuple(sorted({copy.rank, *(member.rank for member in copy.members)})), copy.blocks)
 
 
 def _list_others(rank: int, ranks: Sequence[int], shards: Sequence[Copy]) -> tuple[Member, ...]:

@@ -220,7 +220,7 @@ def plan_recovery(
     survivable = _can_survive(previous, gone, before)
     held = _collect_copies(inventories, listed, warnings)
     by_place = sorted(inventories, key=listed)
-    parities = Parities(() if foreign else ((h, c) for h in by_place for c in inventories[h].copies if c.of))
+    parities = Parities(() if foreign else ((h, c) for h in by_place for c in inventories[h].copies if c.members))
     epoch = max(
         (
             epoch + 1
@@ -342,7 +342,7 @@ def _collect_copies(
                     f"home {copy.home} is impossible"
                 )
                 continue
-            if copy.of:
+            if copy.members:
                 continue
             stamps = held.setdefault(copy.training, {})
             found = stamps.setdefault((copy.stamp, copy.world), {}).setdefault(copy.rank, {})
@@ -488,9 +488,9 @@ def _plan_lost_training(
     newest, world = max(stamps, key=lambda key: (key[0], len(stamps[key])))
     homes: dict[int, int] = {}
     others: dict[int, set[Stamp]] = defaultdict(set)
-    for (stamp, of), ranks in sorted(stamps.items()):
+    for (stamp, size), ranks in sorted(stamps.items()):
         for rank, found in ranks.items():
-            if of == world:
+            if size == world:
                 homes[rank] = next(iter(next(iter(found.values())).values())).home
                 others[rank].add(stamp)
     lost = tuple(

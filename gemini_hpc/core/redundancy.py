@@ -81,12 +81,12 @@ class Redundancy(NamedTuple):
         if not q or not 0 <= k <= self.N:
             raise ValueError(f"{k} lost nodes of {self.N}, in groups of {self.m}")
         ways = [comb(self.m + rest, lost) for lost in range(min(self.parity, k) + 1)]  # ways for the last group
-        each = [comb(self.m, lost) for lost in range(min(self.parity, k) + 1)]
+        group_ways = [comb(self.m, lost) for lost in range(min(self.parity, k) + 1)]
         others = q - 1
-        while others:  # multiply by the power q - 1 of `each`
+        while others:  # multiply by the power q - 1 of `group_ways`
             if others & 1:
-                ways = _multiply_polynomials(ways, each, k)
-            each, others = _multiply_polynomials(each, each, k), others >> 1
+                ways = _multiply_polynomials(ways, group_ways, k)
+            group_ways, others = _multiply_polynomials(group_ways, group_ways, k), others >> 1
         return float((ways[k] if k < len(ways) else 0) / comb(self.N, k))
 
     def list_group(self, node_rank: int) -> tuple[int, ...]:

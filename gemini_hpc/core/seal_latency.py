@@ -46,8 +46,8 @@ class SealLatency:
             self._lags.append(max(0.0, job.taken_at - self._due_at))
         self._job, self._due_at, self._was_due = job, 0.0, False
 
-    def record_due(self, at: float) -> None:
-        """Record that the training wants the newest version sealed at the moment `at`.
+    def record_due(self, due_at: float) -> None:
+        """Record that the training wants the newest version sealed at the moment `due_at`.
 
         Only the first call for a version counts: a version stays due until the next one begins.
         """
@@ -57,7 +57,7 @@ class SealLatency:
         if self._job is None:  # already sealed, or never to be sealed
             self._lags.append(0.0)
         else:
-            self._due_at = at
+            self._due_at = due_at
 
     def follow_plan(self) -> None:
         """Forget how late versions were under the former plan."""

@@ -19,7 +19,7 @@ MOST_S = DAY_S  # longest automatic interval, because of losses that are in no r
 
 
 @lru_cache(maxsize=64)
-def compute_unserved_per_day(of: Redundancy, per_day: float, window_s: float) -> float:
+def compute_unserved_per_day(redundancy: Redundancy, per_day: float, window_s: float) -> float:
     """Return how many times per day memory loses a shard.
 
     After any first node, just enough others of the N fail within `window_s` to exceed what a group tolerates. The
@@ -27,17 +27,17 @@ def compute_unserved_per_day(of: Redundancy, per_day: float, window_s: float) ->
     1, and likewise for parity). The formula assumes rare failures.
 
     Args:
-        of: Redundancy of the job.
+        redundancy: Redundancy of the job.
         per_day: Losses of one node per day.
         window_s: Window in seconds in which the further nodes fail.
 
     Raises:
         ValueError: m < 1 or m > N.
     """
-    more = of.tolerates
-    fatal = 1 - of.compute_recovery_probability(more + 1)
-    others = comb(of.N - 1, more)
-    return of.N * per_day * others * min(1.0, per_day * window_s / DAY_S) ** more * fatal
+    more = redundancy.tolerates
+    fatal = 1 - redundancy.compute_recovery_probability(more + 1)
+    others = comb(redundancy.N - 1, more)
+    return redundancy.N * per_day * others * min(1.0, per_day * window_s / DAY_S) ** more * fatal
 
 
 def compute_interval_s(save_s: float, share: float, unserved_a_day: float) -> float:

@@ -65,13 +65,13 @@ def build_command(
         configless: The host has no slurm.conf; Slurm's commands find the copy that slurmd has fetched.
     """
     enter = [find_program("nsenter"), "-t", str(pid), "-n", "-m", "-u", "-i", "-p", *_CLOCK, "--"]
-    who = accounts.find_account(layout, user or "root")
-    if user is not None and who.uid != 0:
-        enter += [find_program("setpriv"), f"--reuid={who.uid}", f"--regid={who.gid}", "--init-groups", "--"]
+    account = accounts.find_account(layout, user or "root")
+    if user is not None and account.uid != 0:
+        enter += [find_program("setpriv"), f"--reuid={account.uid}", f"--regid={account.gid}", "--init-groups", "--"]
     if cwd is None:
-        cwd = who.home if who.uid and who.home.is_dir() else "/"
+        cwd = account.home if account.uid and account.home.is_dir() else "/"
     inside = ["/bin/sh", "-c", _IN_DIRECTORY, str(cwd), *argv]
-    variables = build_environment(layout, who.name, who.home)
+    variables = build_environment(layout, account.name, account.home)
     if configless:
         del variables["SLURM_CONF"]
     return enter + inside, {**variables, **(env or {})}

@@ -126,19 +126,19 @@ class HostFacts:
         self._known: dict[str, Any] = {}
         self._unreachable = ""
 
-    def _remember(self, what: str, look: Callable[[], T]) -> T:
-        known = self._known.get(what)
+    def _remember(self, fact: str, look: Callable[[], T]) -> T:
+        known = self._known.get(fact)
         if known is None:
-            self._known[what] = _PENDING
+            self._known[fact] = _PENDING
             try:
                 known = look()
             except Unavailable as exc:
                 known = exc
             except Exception as exc:
-                known = Unavailable(f"{what}: {type(exc).__name__}: {exc}")
-            self._known[what] = known
+                known = Unavailable(f"{fact}: {type(exc).__name__}: {exc}")
+            self._known[fact] = known
         if known is _PENDING:  # the check that began the lookup was aborted
-            raise Unavailable(f"{what}: no answer yet")
+            raise Unavailable(f"{fact}: no answer yet")
         if isinstance(known, Unavailable):
             raise known
         return cast(T, known)
@@ -150,15 +150,15 @@ class HostFacts:
         """Return whether this process runs as root."""
         return self.uid == 0
 
-    def require_root(self, what: str) -> None:
+    def require_root(self, fact: str) -> None:
         """Raise `Unavailable` unless this process runs as root."""
         if not self.root:
-            raise Unavailable(f"{what}: only root can see it; run it again as root")
+            raise Unavailable(f"{fact}: only root can see it; run it again as root")
 
-    def require_slurm_user(self, what: str) -> None:
+    def require_slurm_user(self, fact: str) -> None:
         """Raise `Unavailable` unless this process runs as root or SlurmUser."""
         if not self.root and self.uid != self.slurm_uid:
-            raise Unavailable(f"{what}: only root and {self.settings.slurm_user} can see it; run it again as root")
+            raise Unavailable(f"{fact}: only root and {self.settings.slurm_user} can see it; run it again as root")
 
     # ---- settings --------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ print(gemini_hpc.__version__, gemini_hpc.__file__, lacks, *sys.path, sep="\\n")
 """
 
 
-def _check_rights(files: list[str], what: str) -> Outcome:
+def _check_rights(files: list[str], subject: str) -> Outcome:
     """Check that only root can replace any of `files`."""
     problems, missing = [], []
     for path in dict.fromkeys(files):
@@ -44,7 +44,7 @@ def _check_rights(files: list[str], what: str) -> Outcome:
             raise Unavailable(f"{exc.filename}: only root can see it; run it again as root") from None
         except OSError as exc:
             missing.append(f"{path}: {exc.strerror}")
-    wanted = f"{what}, every directory above and every link's target: root's, writable by root only"
+    wanted = f"{subject}, every directory above and every link's target: root's, writable by root only"
     if problems:
         return report_wrong(join_some(problems), wanted, "chown root:root and chmod go-w the named paths")
     if missing:

@@ -55,12 +55,12 @@ def check_agents(facts: HostFacts) -> Outcome:
         except ask.QueryError:
             return None
 
-    protected_jobs, untold, problems = 0, 0, []
+    protected_jobs, unanswered, problems = 0, 0, []
     with closing(source):
         for raw_id in running:
             answer = ask_job(raw_id)
             if answer is None:
-                untold += 1
+                unanswered += 1
                 continue
             sure = raw_id in known.sure
             if _list_bare_nodes(answer, sure):
@@ -83,8 +83,8 @@ def check_agents(facts: HostFacts) -> Outcome:
             "an agent on every node of each protected job",
             "run doctor on those nodes; see the system log, tag gemini-hpc, and the job's stderr",
         )
-    if untold and not protected_jobs:
-        raise Unavailable(f"could not ask about {untold} running jobs")
+    if unanswered and not protected_jobs:
+        raise Unavailable(f"could not ask about {unanswered} running jobs")
     return report_ok(
         f"protected jobs that run: {protected_jobs}, with an agent on each of their nodes{_describe_view(known)}"
     )

@@ -179,8 +179,8 @@ def check_in_use(facts: HostFacts) -> Outcome:
         conflicts = []
         for listener, which in hits:
             holder = holders.get(listener.inode)
-            who = f"{holder.name} (pid {holder.pid})" if holder else f"uid {listener.uid}"
-            conflicts.append(f"{who} listens on {listener.port}, a port of {which}")
+            listener_name = f"{holder.name} (pid {holder.pid})" if holder else f"uid {listener.uid}"
+            conflicts.append(f"{listener_name} listens on {listener.port}, a port of {which}")
         return report_warning(
             join_some(conflicts),
             "no other program on gemini-hpc's ports",

@@ -163,8 +163,8 @@ def _find_release(data: bytes) -> SlurmRelease:
         raise ElfError("a 32-bit object: Slurm's are 64-bit")
     order = "<" if data[5] == 1 else ">"
 
-    def unpack(fmt: str, at: int) -> tuple[int, ...]:
-        return struct.unpack_from(order + fmt, data, at)
+    def unpack(fmt: str, offset: int) -> tuple[int, ...]:
+        return struct.unpack_from(order + fmt, data, offset)
 
     phoff, shoff = unpack("QQ", 32)
     _, phentsize, phnum, shentsize, shnum = unpack("5H", 52)

@@ -48,18 +48,18 @@ def read_release(path: str) -> SlurmRelease | None:
         return None
 
 
-def read_slurm_conf(path: str, of: SlurmRelease | None) -> Configuration:
+def read_slurm_conf(path: str, release: SlurmRelease | None) -> Configuration:
     """Return the keys of a slurm.conf and of what it includes, as Slurm reads them.
 
     Args:
         path: The slurm.conf.
-        of: Slurm's release; None, if it is not known, reads as the oldest.
+        release: Slurm's release; None, if it is not known, reads as the oldest.
 
     Raises:
         OSError: A file cannot be read.
     """
     values: dict[str, str] = {}
-    several = runs_every_line(of)
+    several = runs_every_line(release)
     for name, value in _read_assignments(path, set()):
         key = _KEYS.get(name.lower(), name)
         if key in ("Prolog", "Epilog"):
@@ -70,9 +70,9 @@ def read_slurm_conf(path: str, of: SlurmRelease | None) -> Configuration:
     return Configuration(values)
 
 
-def runs_every_line(of: SlurmRelease | None) -> bool:
+def runs_every_line(release: SlurmRelease | None) -> bool:
     """Return whether Slurm runs the scripts of each Prolog= and Epilog= line, not of the last one only."""
-    return of is not None and of.series >= _SEVERAL_LINES
+    return release is not None and release.series >= _SEVERAL_LINES
 
 
 _NAMES = ("PrologFlags", "Prolog", "Epilog", "PlugStackConfig", "JobRequeue", "UnkillableStepTimeout", "PluginDir")
@@ -94,12 +94,12 @@ def _read_assignments(path: str, seen: set[str]) -> Iterator[tuple[str, str]]:
             yield name.strip(), value.strip().strip('"')
 
 
-def list_needs(slurm_conf: str, of: SlurmRelease | None) -> list[Need]:
+def list_needs(slurm_conf: str, release: SlurmRelease | None) -> list[Need]:
     """Return all needs of the two files, met or not. Raises OSError."""
-    conf = read_slurm_conf(slurm_conf, of)
+    conf = read_slurm_conf(slurm_conf, release)
     return [
         _build_flags_need(conf, slurm_conf),
-        *_build_script_needs(conf, slurm_conf, runs_every_line(of)),
+        *_build_script_needs(conf, slurm_conf, runs_every_line(release)),
         *_build_job_needs(conf, slurm_conf),
         _build_plugin_need(conf, slurm_conf),
     ]

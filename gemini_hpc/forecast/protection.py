@@ -114,20 +114,20 @@ def predict_protection(wish: RequestedProtection, replicas: int, *, parity: int 
         raise ValueError(f"groups of {replicas} nodes on {t.nodes} nodes: from {parity + 1} to all of them")
     if not 1 <= replicas <= t.nodes:
         raise ValueError(f"{replicas} replicas on {t.nodes} nodes: from 1 to one on each node")
-    of = Redundancy(t.nodes, replicas, parity)
-    transfer_s, fetch_s = t.node_bytes * of.sent / t.network, t.node_bytes * of.fetched / t.network
+    redundancy = Redundancy(t.nodes, replicas, parity)
+    transfer_s, fetch_s = t.node_bytes * redundancy.sent / t.network, t.node_bytes * redundancy.fetched / t.network
     chosen = save_interval.choose_frequency(
         lambda s: transfer_s - s * wish.idle * t.iteration_s, t.iteration_s, ceiling=wish.ceiling
     )
     lost_s = t.iteration_s * (chosen.j / 2 + chosen.s)
     down = build_ours(t, wish.imports_s).down_s + fetch_s, build_ours_spare(t).down_s + fetch_s
     a_day = t.nodes * wish.per_day
-    unserved = tier_interval.compute_unserved_per_day(of, wish.per_day * wish.hardware, down[0])
+    unserved = tier_interval.compute_unserved_per_day(redundancy, wish.per_day * wish.hardware, down[0])
     tier_s = tier_interval.compute_interval_s(t.tier_s, wish.ceiling, unserved)
     from_tier_s = unserved * (tier_s / 2 + 2 * t.tier_s) if unserved else 0.0
-    needed = SLOTS * of.memory * t.node_bytes
+    needed = SLOTS * redundancy.memory * t.node_bytes
     by_requeue, by_spare = (
-        max(0.0, 1 - chosen.overhead - (a_day * (each + lost_s) + from_tier_s) / DAY_S) for each in down
+        max(0.0, 1 - chosen.overhead - (a_day * (down_s + lost_s) + from_tier_s) / DAY_S) for down_s in down
     )
     return Protection(
         replicas=replicas,
@@ -136,13 +136,13 @@ def predict_protection(wish: RequestedProtection, replicas: int, *, parity: int 
         needed_bytes=needed,
         fits=needed <= wish.memory_bytes,
         transfer_s=transfer_s,
-        fold_s=t.node_bytes * of.sent / FOLD_BYTES_S if parity else 0.0,
+        fold_s=t.node_bytes * redundancy.sent / FOLD_BYTES_S if parity else 0.0,
         every=chosen.j,
         over=chosen.s,
         overhead=chosen.overhead,
         within=chosen.within,
         repeated=chosen.repeated,
-        survival={k: of.compute_recovery_probability(k) for k in range(1, min(5, t.nodes) + 1)},
+        survival={k: redundancy.compute_recovery_probability(k) for k in range(1, min(5, t.nodes) + 1)},
         lost_s=lost_s,
         down_s=down,
         effective=(by_requeue, by_spare),
@@ -167,30 +167,36 @@ class DomainLoss:
     as_listed: float
 
 
-def compute_domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
+def compute_domain_loss(node_domains: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
     """Return the share of domain losses that memory survives.
 
     Args:
-        of: Domain of each node, in the order of Slurm's list.
+        node_domains: Domain of each node, in the order of Slurm's list.
         m: Number of copies, or of nodes in a group with parity.
         parity: Blocks of parity in a row of a group of m nodes; 0 for whole copies.
 
     Raises:
         ValueError: m is impossible, or no domain is known.
     """
-    known = len(set(of) - {""})
+    known = len(set(node_domains) - {""})
     if not known:
         raise ValueError("no node has a known failure domain")
-    order = domains.arrange_nodes(of, m)
+    order = domains.arrange_nodes(node_domains, m)
     if parity:
-        apart, listed = _find_fatal_domains(of, m, parity, order), _find_fatal_domains(of, m, parity, AS_RANKED)
+        apart, listed = (
+            _find_fatal_domains(node_domains, m, parity, order),
+            _find_fatal_domains(node_domains, m, parity, AS_RANKED),
+        )
     else:
-        apart, listed = domains.find_fatal_domains(of, m, order), domains.find_fatal_domains(of, m)
+        apart, listed = (
+            domains.find_fatal_domains(node_domains, m, order),
+            domains.find_fatal_domains(node_domains, m),
+        )
     return DomainLoss(known, 1 - len(apart) / known, 1 - len(listed) / known)
 
 
-def _find_fatal_domains(of: Sequence[str], m: int, parity: int, order: PlacementOrder) -> set[str]:
+def _find_fatal_domains(node_domains: Sequence[str], m: int, parity: int, order: PlacementOrder) -> set[str]:
     """Return the domains that have more nodes in one group than the group may lose."""
-    groups = Redundancy(len(of), m, parity, order).list_groups()
-    counted = (Counter(of[node] for node in group if of[node]) for group in groups)
+    groups = Redundancy(len(node_domains), m, parity, order).list_groups()
+    counted = (Counter(node_domains[node] for node in group if node_domains[node]) for group in groups)
     return {domain for count in counted for domain, nodes in count.items() if nodes > parity}

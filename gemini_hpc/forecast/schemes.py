@@ -179,8 +179,8 @@ OURS_DETECT_S, OURS_REQUEUE_S, OURS_SPARE_S = 7.5, 22.0, 1.7
 
 def build_ours(t: TrainingFigures, imports_s: float = 60.0) -> Scheme:
     """Return this project's scheme, by requeue: agents keep the memory, so nothing is serialized."""
-    of = build_gemini(t)
-    return replace(of, name="ours", detect_s=OURS_DETECT_S, save_s=0.0, restart_s=OURS_REQUEUE_S + imports_s)
+    gemini = build_gemini(t)
+    return replace(gemini, name="ours", detect_s=OURS_DETECT_S, save_s=0.0, restart_s=OURS_REQUEUE_S + imports_s)
 
 
 def build_ours_spare(t: TrainingFigures) -> Scheme:

@@ -44,13 +44,13 @@ class TensorRow(msgspec.Struct, frozen=True, array_like=True):
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A box of `rows[row]`.
 
-    `offset` and `size` are global, by dimension. The bytes of the box start `at` in the tensor area.
+    `offset` and `size` are global, by dimension. Its bytes start at `start` in the tensor area.
     """
 
     row: int
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    at: int
+    start: int
 
 
 class ShardManifest(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class ShardManifest(msgspec.Struct, frozen=True):
 
     def count_tensor_bytes(self) -> int:
         """Return the number of bytes of the tensor area."""
-        return max((p.at + self.count_bytes(p) for p in self.pieces), default=0)
+        return max((p.start + self.count_bytes(p) for p in self.pieces), default=0)
 
 
 _decoder = msgspec.msgpack.Decoder(ShardManifest)
@@ -104,7 +104,7 @@ def unpack(data: bytes | memoryview, tensor_bytes: int) -> ShardManifest:
         )
         if not boxed:
             raise ValueError(f"manifest: {piece.offset}+{piece.size} is no box of {row.key} {row.shape}")
-        if piece.at % TENSOR_ALIGN_BYTES or not 0 <= piece.at <= tensor_bytes - manifest.count_bytes(piece):
+        if piece.start % TENSOR_ALIGN_BYTES or not 0 <= piece.start <= tensor_bytes - manifest.count_bytes(piece):
             raise ValueError(f"manifest: a piece of {row.key} lies outside the tensor area")
     return manifest
 

@@ -203,7 +203,7 @@ def _build_part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: 
 
     def store(area: torch.Tensor) -> None:
         for piece, (_, source) in zip(pieces, found, strict=True):
-            target = area[piece.at : piece.at + manifest.count_bytes(piece)]
+            target = area[piece.start : piece.start + manifest.count_bytes(piece)]
             if isinstance(source, memoryview):
                 target.copy_(torch.frombuffer(source, dtype=torch.uint8))
             else:

@@ -353,7 +353,7 @@ class StackSession:
     def _defer_shard(self, facts: ShardDescription) -> SavedShard:
         """Return a shard that is fetched when one of its tensors is requested."""
         fetched = functools.cache(lambda: self._fetch(facts.manifest.rank))
-        return SavedShard(facts.header, facts.manifest, lambda piece: fetched().raw(piece), facts.small)
+        return SavedShard(facts.header, facts.manifest, lambda piece: fetched().read_bytes(piece), facts.small)
 
     def _reconnect(self) -> None:
         """Reconnect to the agents on all ranks (collective).
@@ -363,7 +363,7 @@ class StackSession:
         if self._session.client is not None:
             self._session.client.close()
         self._forget()
-        self._session.join_anew()
+        self._session.join_again()
         self._enter()
 
     def _forget(self) -> None:
@@ -379,7 +379,7 @@ class StackSession:
         if self._session.client is None:
             return
         for box in self._boxes.values():
-            box.say_goodbye()
+            box.announce_end()
         self._session.finish(success=success)
         self.active = False
         self._session.verdict.withdraw()
@@ -405,4 +405,4 @@ def _compute_slot_size(total_bytes: int) -> int:
 def _read_note(saved: SavedShard) -> bytes:
     rows = saved.manifest.rows
     found = [piece for piece in saved.manifest.pieces if rows[piece.row].key == NOTE]
-    return saved.raw(found[0]).numpy().tobytes() if found else b""
+    return saved.read_bytes(found[0]).numpy().tobytes() if found else b""

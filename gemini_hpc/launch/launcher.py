@@ -27,7 +27,7 @@ from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.placing import build_rank_environment, count_spares
 from gemini_hpc.launch.rank_end import Report, describe, describe_status
 from gemini_hpc.launch.rank_process import RankProcess
-from gemini_hpc.launch.signals import HEEDED_S, SENT, Signals, is_heeded
+from gemini_hpc.launch.signals import SENT, SIGNAL_EFFECT_S, Signals, explains_status
 from gemini_hpc.node.health_check import find_problem
 from gemini_hpc.node.out_of_memory import OutOfMemory
 from gemini_hpc.wire import local, ports
@@ -201,7 +201,7 @@ class Launcher:
             return 0
         ended = f"rank {self._rank} ended with {describe_status(status)}"
         sent = self._find_ending_signal(LATER_S if status - 128 in SENT else 0.0)
-        if sent is not None and is_heeded(sent, status):
+        if sent is not None and explains_status(sent, status):
             end = End(ended, Cause.CONSEQUENCE, parse_number(self._rank), min(status, 255))
             self._report.add(self._attempt, end, rank, "")
             state = self._report_end(end, over=f"{sent.name} was sent to the step", given_up=False)
@@ -290,7 +290,7 @@ class Launcher:
         while self._signals.last is None and clock.monotonic() < deadline:
             clock.sleep(RETRY_S / 10)
         last = self._signals.last
-        if last is not None and clock.monotonic() - last[1] < HEEDED_S:
+        if last is not None and clock.monotonic() - last[1] < SIGNAL_EFFECT_S:
             return last[0]
         return None
 

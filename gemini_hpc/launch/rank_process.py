@@ -44,14 +44,14 @@ class _Note:
         short = text if len(text) <= most // 2 else f"{text[: most // 4]}\n[...]\n{text[-most // 4 :]}"
         self._put(self._TEXT_AT, short, _NOTE_BYTES)
 
-    def _put(self, at: int, text: str, end: int) -> None:
-        data = text.encode("utf-8", "replace")[: end - at - 4]
-        self._map[at + 4 : at + 4 + len(data)] = data
-        self._map[at : at + 4] = len(data).to_bytes(4, "little")
+    def _put(self, offset: int, text: str, end: int) -> None:
+        data = text.encode("utf-8", "replace")[: end - offset - 4]
+        self._map[offset + 4 : offset + 4 + len(data)] = data
+        self._map[offset : offset + 4] = len(data).to_bytes(4, "little")
 
-    def _get(self, at: int, end: int) -> str:
-        length = int.from_bytes(self._map[at : at + 4], "little")
-        return self._map[at + 4 : min(at + 4 + length, end)].decode("utf-8", "replace")
+    def _get(self, offset: int, end: int) -> str:
+        length = int.from_bytes(self._map[offset : offset + 4], "little")
+        return self._map[offset + 4 : min(offset + 4 + length, end)].decode("utf-8", "replace")
 
     @property
     def cause(self) -> Cause | None:

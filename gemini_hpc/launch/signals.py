@@ -20,12 +20,12 @@ SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM
 # Signals that ask a process to end. Most programs continue after the others, which ask for something else.
 ENDING = frozenset((signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 # A process that ends this soon (seconds) after a signal has ended because of it.
-HEEDED_S = 60.0
+SIGNAL_EFFECT_S = 60.0
 LATER_S = 1.0  # by then a signal to all processes of the step has reached the last one
 _PR_SET_PDEATHSIG = 1
 
 
-def is_heeded(number: signal.Signals, status: int) -> bool:
+def explains_status(number: signal.Signals, status: int) -> bool:
     """Return whether an exit status may be the effect of a signal.
 
     A signal that asks for something else does not explain an end by another signal.

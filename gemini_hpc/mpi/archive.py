@@ -143,25 +143,25 @@ def _make_file(temporary: str, datasets: Sequence[Dataset], attributes: Mapping[
             os.close(to)
 
 
-def _reserve_blocks(to: int, size: int) -> None:
+def _reserve_blocks(fd: int, size: int) -> None:
     """Reserve disk blocks for the whole file.
 
     A full disk is better noticed now than when all ranks write (`hdf5.put_box`). posix_fallocate is no alternative,
     because it writes into each block if a file system lacks the call.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(to, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
         return
     code = ctypes.get_errno()
     if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
         raise OSError(code, os.strerror(code))
-    file_system = os.fstatvfs(to)
+    file_system = os.fstatvfs(fd)
     if file_system.f_bavail * file_system.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.ftruncate(to, size)
+    os.ftruncate(fd, size)
 
 
-def _copy_content(memory: int, to: int) -> None:
+def _copy_content(memory: int, fd: int) -> None:
     """Copy the content without the holes that the values fill later."""
     size, at = os.fstat(memory).st_size, 0
     while at < size:
@@ -169,10 +169,10 @@ def _copy_content(memory: int, to: int) -> None:
             at = os.lseek(memory, at, os.SEEK_DATA)
         except OSError:  # ENXIO: a hole up to the end
             return
-        os.lseek(to, at, os.SEEK_SET)
+        os.lseek(fd, at, os.SEEK_SET)
         end = os.lseek(memory, at, os.SEEK_HOLE)
         while at < end:
-            at += os.sendfile(to, memory, at, end - at)
+            at += os.sendfile(fd, memory, at, end - at)
 
 
 def _fill_file(
@@ -231,10 +231,10 @@ def _is_one_stretch(size: Shape, shape: Shape) -> bool:
     return size[several + 1 :] == shape[several + 1 :] or not math.prod(size)
 
 
-def _try_phase(path: str, what: Callable[[], object]) -> str:
-    """Run `what`; return its error in words, or ""."""
+def _try_phase(path: str, work: Callable[[], object]) -> str:
+    """Run `work`; return its error in words, or ""."""
     try:
-        what()
+        work()
     except (OSError, RuntimeError, ValueError) as error:
         return f"{path}: {explain_error(error) or type(error).__name__}"
     return ""

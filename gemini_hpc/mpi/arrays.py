@@ -95,7 +95,7 @@ class Arrays:
         """Copy all arrays into a slot's tensor area."""
         for piece, held in self._list_held_pieces():
             size = self.manifest.count_bytes(piece)
-            target = np.frombuffer(area[piece.at : piece.at + size], dtype=held.array.dtype)
+            target = np.frombuffer(area[piece.start : piece.start + size], dtype=held.array.dtype)
             np.copyto(target.reshape(held.array.shape), held.array)
 
     def list_pieces(self) -> list[tuple[Piece, Array]]:
@@ -183,7 +183,7 @@ class Saved:
 
     def view_piece(self, piece: Piece, dtype: np.dtype[Any]) -> Array:
         """Return a piece as an array over the shard's memory."""
-        data = self.area[piece.at : piece.at + self.manifest.count_bytes(piece)]
+        data = self.area[piece.start : piece.start + self.manifest.count_bytes(piece)]
         return np.frombuffer(data, dtype=dtype).reshape(piece.size)
 
 

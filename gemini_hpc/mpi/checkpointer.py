@@ -104,10 +104,10 @@ class Checkpointer:
             name,
             Tier.from_argument(tier),
             seal_timeout_s=seal_timeout_s,
-            what="program",
+            subject="program",
             local_rank=parse_number(os.environ.get("SLURM_LOCALID", "")),
             say=self._say,
-            leave=self._exit_together,
+            exit_process=self._exit_together,
             handing=self._lock,
         )
         self._calls = Calls(self._words, session)
@@ -152,7 +152,7 @@ class Checkpointer:
         if session.welcome.notice:
             session.say_once(session.welcome.notice)
         began = clock.time()
-        shards = fetch_on_all(session, self._fetch, session.join_anew)
+        shards = fetch_on_all(session, self._fetch, session.join_again)
         if not shards:
             session.exit_if_done()
             session.report_others()

@@ -27,11 +27,11 @@ class _Stream:
     def __init__(self, comm: Any, rank: int, memory: memoryview, digest: bytearray, chunk_bytes: int, *, send: bool):
         self.rank, self.memory, self.digest = rank, memory, digest
         self._post = comm.Isend if send else comm.Irecv
-        self._chunk_bytes, self._at, self._open = chunk_bytes, 0, 0
+        self._chunk_bytes, self._offset, self._open = chunk_bytes, 0, 0
 
     @property
     def over(self) -> bool:
-        return self._at >= len(self.memory) and not self._open
+        return self._offset >= len(self.memory) and not self._open
 
     def post_digest(self) -> Any:
         """Return the request for the digest."""
@@ -44,11 +44,11 @@ class _Stream:
 
     def post_next(self) -> Any:
         """Return another request, or None if none is left or enough are in flight."""
-        if self._open >= WINDOW or self._at >= len(self.memory):
+        if self._open >= WINDOW or self._offset >= len(self.memory):
             return None
         self._open += 1
-        part = self.memory[self._at : self._at + self._chunk_bytes]
-        self._at += len(part)
+        part = self.memory[self._offset : self._offset + self._chunk_bytes]
+        self._offset += len(part)
         return self._post(part, self.rank, _CHUNK_TAG)
 
 
@@ -79,12 +79,12 @@ class Exchange:
         self._arrived, self._digest = arrived, digest
         streams = [_Stream(comm, r, m, bytearray(32), chunk_bytes, send=False) for r, m in arrivals.items()]
         self._receiving = set(streams)
-        self._owed = [_Stream(comm, r, memory, bytearray(), chunk_bytes, send=True) for r in targets]
+        self._outgoing = [_Stream(comm, r, memory, bytearray(), chunk_bytes, send=True) for r in targets]
         self._requests: list[Any] = []
         self._streams: list[_Stream] = []
         for stream in streams:
             self._add(stream, stream.post_digest())
-        for stream in [*streams, *self._owed]:
+        for stream in [*streams, *self._outgoing]:
             self._fill(stream)
 
     def _add(self, stream: _Stream, request: Any) -> None:
@@ -97,19 +97,19 @@ class Exchange:
 
     def _send_digest(self) -> bool:
         """Send the digest to all targets once it is known; return whether that has happened now."""
-        digest = self._digest() if self._owed else ""
+        digest = self._digest() if self._outgoing else ""
         if not digest:
             return False
-        for stream in self._owed:
+        for stream in self._outgoing:
             stream.digest = bytearray(digest.encode())
             self._add(stream, stream.post_digest())
-        self._owed = []
+        self._outgoing = []
         return True
 
     @property
     def over(self) -> bool:
         """Return whether all data has been sent and received."""
-        return not (self._requests or self._owed)
+        return not (self._requests or self._outgoing)
 
     def advance(self) -> bool:
         """Let MPI work; return whether any request completed."""

@@ -60,7 +60,7 @@ class SaveInterval:
         """
         self.j, self.beside = max(1, every), False
         self._every, self._overhead, self._rank, self._next = every, overhead, rank, 0
-        self._told = IntervalReporter(rank, overhead, say, "program")
+        self._interval_reporter = IntervalReporter(rank, overhead, say, "program")
         self._pace, self._budget = IterationPace(overhead), WaitBudget(overhead)
         self._cost, self.latency = VersionCost(), SealLatency(seal)
         self._met_s = 0.0
@@ -122,9 +122,11 @@ class SaveInterval:
         self._cost.add_wait(min(need.met_s for need in needs))
         if all(need.j > 0 for need in needs):
             self.j = max(need.j for need in needs)
-            self._told.end_first_phase(self._budget)
+            self._interval_reporter.end_first_phase(self._budget)
             because = next(rank for rank, need in enumerate(needs) if need.j == self.j)
-            self._told.report(self.j, self._awaited, lambda news: self._find_reason(), is_cause=self._rank == because)
+            self._interval_reporter.report(
+                self.j, self._awaited, lambda news: self._find_reason(), is_cause=self._rank == because
+            )
         self._next = version + self.j
 
     @property
@@ -152,12 +154,12 @@ class SaveInterval:
             clock.time(),
             "background",
             "mpi" if sends else "none",
-            "steady" if self._every or self._told.settled else "profile",
+            "steady" if self._every or self._interval_reporter.settled else "profile",
             j=self.j,
             s=self._awaited,
             repeated=self.j + self._awaited - 1,
             ceiling=self._overhead,
             sealed_s=self.latency.whole_s or None,
-            reason=self._told.reason,
+            reason=self._interval_reporter.reason,
         )
         return stats_messages.bound_traffic(state)

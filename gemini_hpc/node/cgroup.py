@@ -348,23 +348,23 @@ class Room:
         The bytes exclude the room that is kept for the agents' own processes.
         """
         found = [
-            each
+            free
             for at, directory in enumerate(self._directories)
-            if (each := self._count_free_bytes_at(at, directory)) is not None
+            if (free := self._count_free_bytes_at(at, directory)) is not None
         ]
         return min(found, default=None)
 
-    def _count_free_bytes_at(self, at: int, directory: str) -> tuple[int, str] | None:
+    def _count_free_bytes_at(self, depth: int, directory: str) -> tuple[int, str] | None:
         """Return (bytes left, name of that room) for one cgroup above this process, or None without a limit.
 
         An agent's own processes use their reserved room first, as far as it goes.
         """
         free = _read_free_bytes(self._version, directory)
-        if at >= self._ours:
+        if depth >= self._ours:
             return None if free is None else (max(0, free - memory_cgroup.AGENT_ROOM_BYTES), "")
         try:
             held = memory_cgroup.count_held_bytes(self._version, _read(f"{directory}/memory.stat"))
-            if at == 0:
+            if depth == 0:
                 most, whose = self.read_share_bytes(), "this job"
             else:
                 most, whose = self._compute_cap_bytes(), "all agents of this node"
@@ -373,7 +373,7 @@ class Room:
                 most = most if limit is None else min(most, limit - rooms)
         except (OSError, ValueError):
             return None
-        bounds = [each for each in (None if most is None else most - held, free) if each is not None]
+        bounds = [bound for bound in (None if most is None else most - held, free) if bound is not None]
         return (max(0, min(bounds)), whose) if bounds else None
 
     def _compute_cap_bytes(self) -> int:

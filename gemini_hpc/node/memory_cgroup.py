@@ -231,9 +231,9 @@ def plan_other_hierarchies(mountinfo: str, below: str, job: int) -> dict[str, li
         if mount is None or "ro" in mount.options:
             continue
         parts = [*below.strip("/").split("/"), str(job)]
-        each = ["/".join([mount.point, *parts[: n + 1]]) for n in range(len(parts))]
-        steps = [CgroupWrite(path) for path in each] if each[-1] not in made else made[each[-1]]
-        made[each[-1]] = [*steps, *(CgroupWrite(f"{each[-1]}/{name}", text, needed=False) for name, text in values)]
+        paths = ["/".join([mount.point, *parts[: n + 1]]) for n in range(len(parts))]
+        steps = [CgroupWrite(path) for path in paths] if paths[-1] not in made else made[paths[-1]]
+        made[paths[-1]] = [*steps, *(CgroupWrite(f"{paths[-1]}/{name}", text, needed=False) for name, text in values)]
     return made
 
 

@@ -25,7 +25,7 @@ class OutOfMemory:
         directories = list(place.walk_up()) if place is not None else []
         if place is not None and place.version == 1:
             directories = directories[:1]
-        self._paths = [f"{each}/{_EVENTS[place.version]}" for each in directories if place is not None]
+        self._paths = [f"{directory}/{_EVENTS[place.version]}" for directory in directories if place is not None]
         self._paths.append(_MACHINE)
         self.begin_attempt()
 

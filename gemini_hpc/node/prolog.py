@@ -162,7 +162,7 @@ def _parse_parity(redundancy: str, replicas: str) -> int:
     return parity
 
 
-def parse_number(what: str, text: str, least: int, most: int) -> int:
+def parse_number(name: str, text: str, least: int, most: int) -> int:
     """Return a strict decimal number within bounds.
 
     Raises:
@@ -170,7 +170,7 @@ def parse_number(what: str, text: str, least: int, most: int) -> int:
     """
     if re.fullmatch(r"0|[1-9][0-9]{0,9}", text) and least <= int(text) <= most:
         return int(text)
-    raise ValueError(f"{what}: wanted a whole number from {least} to {most}, found {text[:80]!r}")
+    raise ValueError(f"{name}: wanted a whole number from {least} to {most}, found {text[:80]!r}")
 
 
 def _parse_interval(text: str) -> int | str:
@@ -185,10 +185,10 @@ def _parse_hang_s(text: str) -> int | None:
     return parse_number("hang", text, 1, HANG_MAX_S)
 
 
-def _parse_text(what: str, text: str, pattern: str, banned: str = "") -> str:
+def _parse_text(name: str, text: str, pattern: str, banned: str = "") -> str:
     if re.fullmatch(pattern, text) and not any(c in text for c in banned):
         return text
-    raise ValueError(f"{what}: found {text[:80]!r}, which is not valid")
+    raise ValueError(f"{name}: found {text[:80]!r}, which is not valid")
 
 
 def _keep_valid(text: str, pattern: str) -> str:

@@ -113,8 +113,8 @@ def check_entries(settings: Settings) -> float | None:
     waits: list[float] = []
     for entry in known:
         if entry.ended_s is None:
-            if entry.job not in running and (young_s := _compute_youth_s(settings, entry)) > 0:
-                waits.append(young_s)
+            if entry.job not in running and (start_left_s := _compute_start_left_s(settings, entry)) > 0:
+                waits.append(start_left_s)
                 continue
             since_s = _measure_doubt_s(settings, entry, entry.job in running)
             if since_s is None:
@@ -166,7 +166,7 @@ def _has_unknown_directories(run_fd: int, run_dir: str) -> bool:
     return any(name.isascii() and name.isdecimal() and name not in known for name in os.listdir(run_fd))
 
 
-def _compute_youth_s(settings: Settings, entry: ledger.LedgerEntry) -> float:
+def _compute_start_left_s(settings: Settings, entry: ledger.LedgerEntry) -> float:
     """Return for how many more seconds an agent may still be about to start."""
     return entry.started_s + settings.attach_timeout_s + YOUNG_S - ledger.read_boot_clock_s()
 

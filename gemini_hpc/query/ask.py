@@ -200,23 +200,23 @@ async def _read_allocation(settings: Settings, raw_id: int, silent: str = "Slurm
         raise QueryError(f"{silent}: {exc}") from None
 
 
-async def _collect_parts(of: Allocation) -> tuple[inspect_schema.InspectPart, ...]:
+async def _collect_parts(allocation: Allocation) -> tuple[inspect_schema.InspectPart, ...]:
     gate = asyncio.Semaphore(PARALLEL)
 
     async def ask_one(name: str) -> inspect_schema.InspectPart | None:
         async with gate:
-            return await _ask_agent(of, name, inspect_schema.InspectAsk())
+            return await _ask_agent(allocation, name, inspect_schema.InspectAsk())
 
-    answers = await asyncio.gather(*map(ask_one, of.nodes))
+    answers = await asyncio.gather(*map(ask_one, allocation.nodes))
     return tuple(a for a in answers if a is not None)
 
 
 async def _ask_agent(
-    of: Allocation, name: str, question: inspect_schema.InspectAsk
+    allocation: Allocation, name: str, question: inspect_schema.InspectAsk
 ) -> inspect_schema.InspectPart | None:
     try:
         async with asyncio.timeout(AGENT_TIMEOUT_S):
-            if (link := await of.connect(name)) is None:
+            if (link := await allocation.connect(name)) is None:
                 return None
             try:
                 link.send(question)
@@ -241,10 +241,10 @@ def ask_agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
 async def _ask_agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
     from gemini_hpc.query.slurm_facts import build_slurm_facts
 
-    of = await _read_allocation(settings, raw_id, "neither the controller nor Slurm answers")
-    parts = await _collect_parts(of)
-    missing = tuple(n for n in of.job.nodes if n not in {p.host for p in parts})
-    return inspect_schema.JobAnswer(parts=parts, slurm=build_slurm_facts(of.job), missing=missing)
+    allocation = await _read_allocation(settings, raw_id, "neither the controller nor Slurm answers")
+    parts = await _collect_parts(allocation)
+    missing = tuple(n for n in allocation.job.nodes if n not in {p.host for p in parts})
+    return inspect_schema.JobAnswer(parts=parts, slurm=build_slurm_facts(allocation.job), missing=missing)
 
 
 class AnswerSource:
@@ -323,20 +323,20 @@ def fetch_records(
 async def _fetch_records(
     settings: Settings, raw_id: int, choose: Choose
 ) -> tuple[tuple[inspect_schema.InspectPart, ...], list[Recorded]]:
-    of = await _read_allocation(settings, raw_id)
-    parts = await _collect_parts(of)
-    if not parts and of.job.has_ended:
-        raise QueryError(f"job {raw_id}: {_explain_silence(of.job)}")
+    allocation = await _read_allocation(settings, raw_id)
+    parts = await _collect_parts(allocation)
+    if not parts and allocation.job.has_ended:
+        raise QueryError(f"job {raw_id}: {_explain_silence(allocation.job)}")
     gate = asyncio.Semaphore(PARALLEL)
 
     async def fetch_record(host: str, ask: inspect_schema.RecordAsk) -> Recorded:
         async with gate:
-            part = await _ask_agent(of, host, inspect_schema.InspectAsk(record=ask))
+            part = await _ask_agent(allocation, host, inspect_schema.InspectAsk(record=ask))
         record = part.record if part is not None else None
         asked_for = record is not None and (record.training, record.rank) == (ask.training, ask.rank)
         return Recorded(host, ask, record if asked_for else None)
 
-    wanted = [(host, ask) for host, ask in choose(parts) if host in of.nodes]
+    wanted = [(host, ask) for host, ask in choose(parts) if host in allocation.nodes]
     return parts, await asyncio.gather(*(fetch_record(host, ask) for host, ask in wanted))
 
 
@@ -356,20 +356,20 @@ def flush(settings: Settings, raw_id: int, on_report: Told) -> list[Flushing]:
 
 
 async def _flush(settings: Settings, raw_id: int, on_report: Told) -> list[Flushing]:
-    of = await _read_allocation(settings, raw_id)
-    if not of.nodes:
-        of = replace(of, nodes=await _find_former_nodes(settings, raw_id))
-    left, silent, root = list(of.nodes), "", ""
+    allocation = await _read_allocation(settings, raw_id)
+    if not allocation.nodes:
+        allocation = replace(allocation, nodes=await _find_former_nodes(settings, raw_id))
+    left, silent, root = list(allocation.nodes), "", ""
     while left:
         left.remove(name := root if root in left else left[0])
-        over = await _flush_at(of, name, on_report)
+        over = await _flush_at(allocation, name, on_report)
         root = next((word.root for word in over if word.root), "")
         silent = silent or root
         if over and not root:
             return over
     if silent:
         raise QueryError(f"job {raw_id}: the save is led by the agent on {silent}, which does not answer")
-    raise QueryError(f"job {raw_id}: {_explain_silence(of.job) if of.nodes else _NO_AGENTS}")
+    raise QueryError(f"job {raw_id}: {_explain_silence(allocation.job) if allocation.nodes else _NO_AGENTS}")
 
 
 def _explain_silence(job: Job) -> str:
@@ -402,11 +402,11 @@ async def _find_former_nodes(settings: Settings, raw_id: int) -> dict[str, Node]
         raise QueryError(f"Slurm does not answer: {exc}") from None
 
 
-async def _flush_at(of: Allocation, name: str, on_report: Told) -> list[Flushing]:
+async def _flush_at(allocation: Allocation, name: str, on_report: Told) -> list[Flushing]:
     """Return an agent's last reports, [] if it did not answer. Raises `QueryError`."""
     over: list[Flushing] = []
     begun: dict[str, Flushing] = {}
-    if (link := await of.connect(name, "flush")) is None:
+    if (link := await allocation.connect(name, "flush")) is None:
         return []
     try:
         link.send(FlushAsk())
@@ -439,13 +439,13 @@ def evacuate(settings: Settings, raw_id: int, host: str) -> None:
 
 
 async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
-    of = await _read_allocation(settings, raw_id)
-    if host not in of.nodes:
+    allocation = await _read_allocation(settings, raw_id)
+    if host not in allocation.nodes:
         raise QueryError(f"job {raw_id} does not run on {host}")
-    for name in of.nodes:
+    for name in allocation.nodes:
         if name == host:
             continue
-        reason = await _evacuate_at(of, name, host)
+        reason = await _evacuate_at(allocation, name, host)
         if reason == "":
             return
         if reason not in (None, NO_PART):
@@ -453,12 +453,12 @@ async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
     raise QueryError(f"job {raw_id}: no agent answers on another node")
 
 
-async def _evacuate_at(of: Allocation, name: str, host: str) -> str | None:
+async def _evacuate_at(allocation: Allocation, name: str, host: str) -> str | None:
     """Return an agent's answer: "" for success, or the reason against it; None if it did not answer.
 
     Raises `QueryError`.
     """
-    if (link := await of.connect(name, "evacuate")) is None:
+    if (link := await allocation.connect(name, "evacuate")) is None:
         return None
     try:
         link.send(EvacuateAsk(host))

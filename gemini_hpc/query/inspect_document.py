@@ -90,7 +90,7 @@ def build_inspect_document(
         "spares": _build_spares(leader),
         "after": _build_predecessor(leader),
         "domains": _build_domains(leader),
-        "lemons": [msgspec.structs.asdict(row) | {"what": list(row.what)} for row in lemons],
+        "lemons": [msgspec.structs.asdict(row) | {"kinds": list(row.kinds)} for row in lemons],
         "nodes": _build_nodes(parts, members, absent, ranks, _number_groups(parts, ranks)),
         "trainings": trainings,
         "missing": absent,
@@ -230,7 +230,7 @@ def _list_homes(slot: HeldSlot) -> list[int]:
     """Return the node ranks whose shards are in a slot."""
     if slot.state == "empty":
         return []
-    return [node for _, node in slot.of] if slot.of else [slot.home]
+    return [node for _, node in slot.members] if slot.members else [slot.home]
 
 
 def _build_nodes(
@@ -303,7 +303,7 @@ def _build_training(
 ) -> Document:
     states = [s for p in parts for s in p.trainings if s.name == name]
     every = [(p.host, slot) for p in parts for slot in p.held if slot.training == name and slot.state != "empty"]
-    held, parity = [x for x in every if not x[1].of], [x for x in every if x[1].of]
+    held, parity = [x for x in every if not x[1].members], [x for x in every if x[1].members]
     world = max([s.world for s in states] + [slot.world for _, slot in held], default=0)
     sealed = max((s.sealed for s in states if s.sealed is not None), default=None)
     by_rank: dict[int, list[tuple[str, HeldSlot]]] = {rank: [] for rank in range(world)}
@@ -391,18 +391,18 @@ def build_traffic_fields(state: TrafficState) -> Document:
 def _build_shard(rank: int, copies: Slots, parity: Slots, sealed: Stamp | None, now: float) -> Document:
     first = copies[0][1] if copies else None
     size = max((slot.used or slot.bytes for _, slot in copies), default=0)
-    of = sorted({member for _, slot in parity for member, _ in slot.of})
+    members = sorted({member for _, slot in parity for member, _ in slot.members})
     return {
         "rank": rank,
         "home": first.home if first else None,
         "bytes": size,
         "holders": _build_holders(copies, sealed, now),
         "parity": {
-            "of": of,
+            "members": members,
             "bytes": max(slot.used or slot.bytes for _, slot in parity),
             "holders": _build_holders(parity, sealed, now),
         }
-        if of
+        if members
         else None,
     }
 

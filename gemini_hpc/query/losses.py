@@ -61,13 +61,15 @@ class Losses:
         """Return, by rank, the losses of other nodes after which a restorable shard can no longer be restored."""
         beside: dict[int, tuple[str, frozenset[int], int]] = {}
         for host, slot in self._parity:
-            if slot.state == "complete" and slot.stamp == stamp and slot.of:
-                beside[slot.rank] = host, frozenset(rank for rank, _ in slot.of), slot.blocks
+            if slot.state == "complete" and slot.stamp == stamp and slot.members:
+                beside[slot.rank] = host, frozenset(rank for rank, _ in slot.members), slot.blocks
         copies = {rank: min(hosts) for rank, slots in self._by_rank.items() if (hosts := _find_holders(slots, stamp))}
         found = {}
         for rank in self._by_rank:
-            covering = {other: of for other, of in beside.items() if rank in of[1]}
-            stripes = {Stripe(tuple(sorted(of | {other})), blocks) for other, (_, of, blocks) in covering.items()}
+            covering = {other: members for other, members in beside.items() if rank in members[1]}
+            stripes = {
+                Stripe(tuple(sorted(members | {other})), blocks) for other, (_, members, blocks) in covering.items()
+            }
             if len(stripes) == 1:
                 [stripe] = stripes
                 parities = {other: host for other, (host, _, _) in covering.items()}

@@ -85,16 +85,16 @@ def draw_figure(height_in: float, form: str = "png") -> Iterator[tuple[Figure, i
         made.savefig(out, format=form)
 
 
-def draw_steps(one: Shown, t: float) -> bytes:
+def draw_steps(shown: Shown, t: float) -> bytes:
     """Draw the saved steps over time up to `t`, with lost nodes and resumes marked.
 
     Raises:
         ValueError: No saved step is known.
     """
-    steps = list_saved_steps(one)
+    steps = list_saved_steps(shown)
     if not steps:
         raise ValueError("no saved step is known")
-    began = min(steps[0][0], *(event.t for event in one.marks)) if one.marks else steps[0][0]
+    began = min(steps[0][0], *(event.t for event in shown.marks)) if shown.marks else steps[0][0]
     unit, name = _choose_unit(t - began)
     with draw_figure(3.2) as (made, out):
         axes = made.add_subplot()
@@ -103,22 +103,22 @@ def draw_steps(one: Shown, t: float) -> bytes:
             axes, [*at, max((t - began) / unit, at[-1])], [*(n for _, n in steps), steps[-1][1]], _TRAINING
         )
         for names, colour, word in ((LOSSES, _WAIT, "lost"), (RESUMES, _RESUMED, "resumed")):
-            for number, event in enumerate(event for event in one.marks if event.name in names):
+            for number, event in enumerate(event for event in shown.marks if event.name in names):
                 label = word if number == 0 else None
                 axes.axvline((event.t - began) / unit, color=colour, linewidth=2.5, label=label)
-        if one.marks:
+        if shown.marks:
             axes.legend(fontsize=8, loc="lower right")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("newest saved step")
         axes.set_xlabel(f"{name} since {format_time(min(began, 4e9))}")
         axes.grid(color="#dddddd", linewidth=0.6)
-        axes.set_title(f"training {one.training[:64]}: saved steps over time", fontsize=9)
+        axes.set_title(f"training {shown.training[:64]}: saved steps over time", fontsize=9)
     return out.getvalue()
 
 
-def draw_timeline(one: Shown) -> bytes:
+def draw_timeline(shown: Shown) -> bytes:
     """Draw one iteration: the training's sends, the network's idle spans, and the checkpoint's traffic."""
-    timeline = one.timeline
+    timeline = shown.timeline
     if timeline is None:
         raise ValueError("no iteration was recorded")
     replicas = sorted({chunk.replica for chunk in timeline.chunks})[:8]
@@ -148,7 +148,7 @@ def draw_timeline(one: Shown) -> bytes:
         axes.set_axisbelow(True)
         chunk_bytes = sum(chunk.bytes for chunk in timeline.chunks)
         axes.set_title(
-            f"training {one.training[:64]}, rank {one.rank}: iteration after version {timeline.version}, "
+            f"training {shown.training[:64]}, rank {shown.rank}: iteration after version {timeline.version}, "
             f"{timeline.iteration_s:.4g} s, {len(timeline.ops)} collectives, {len(timeline.chunks)} chunks of "
             f"{chunk_bytes / 1e6:.1f} MB",
             fontsize=9,
@@ -161,34 +161,34 @@ def _draw_bars(axes: Axes, row: int, stretches: Iterable[tuple[float, float]], c
     axes.broken_barh(spans, (row - _LANE / 2, _LANE), facecolors=colour, edgecolor="white", linewidth=0.2)
 
 
-def draw_overhead(one: Shown) -> bytes:
+def draw_overhead(shown: Shown) -> bytes:
     """Draw the checkpoints' overhead over time, and how often versions were saved."""
-    if not one.series:
+    if not shown.series:
         raise ValueError("no overhead was measured")
-    began = one.series[0].t
-    unit, name = _choose_unit(one.series[-1].t - began)
+    began = shown.series[0].t
+    unit, name = _choose_unit(shown.series[-1].t - began)
     require_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
-    at = [(point.t - began) / unit for point in one.series]
+    times = [(point.t - began) / unit for point in shown.series]
     with draw_figure(3.2) as (made, out):
         axes = made.add_subplot()
-        _draw_step_curve(axes, at, [100 * point.overhead for point in one.series], _CHUNK)
+        _draw_step_curve(axes, times, [100 * point.overhead for point in shown.series], _CHUNK)
         axes.set_ylabel("overhead, % of the time", color=_CHUNK)
         axes.axhline(0.0, color="#999999", linewidth=0.6)
         axes.set_xlabel(f"{name} since {format_time(min(began, 4e9))}")
         axes.grid(color="#dddddd", linewidth=0.6)
         other = axes.twinx()
-        _draw_step_curve(other, at, [point.j for point in one.series], _TRAINING)
-        other.set_ylim(0, max(2, 1.2 * max(point.j for point in one.series)))
+        _draw_step_curve(other, times, [point.j for point in shown.series], _TRAINING)
+        other.set_ylim(0, max(2, 1.2 * max(point.j for point in shown.series)))
         other.yaxis.set_major_locator(MaxNLocator(integer=True))
         other.set_ylabel("every j-th version is saved", color=_TRAINING)
-        axes.set_title(f"training {one.training[:64]}, rank {one.rank}: overhead and j", fontsize=9)
+        axes.set_title(f"training {shown.training[:64]}, rank {shown.rank}: overhead and j", fontsize=9)
     return out.getvalue()
 
 
-def _draw_step_curve(axes: Axes, at: Sequence[float], values: Sequence[float], colour: str) -> None:
-    axes.plot(at, values, drawstyle="steps-post", color=colour, linewidth=1.2, marker=".", markersize=3)
+def _draw_step_curve(axes: Axes, times: Sequence[float], values: Sequence[float], colour: str) -> None:
+    axes.plot(times, values, drawstyle="steps-post", color=colour, linewidth=1.2, marker=".", markersize=3)
 
 
 def _choose_unit(length_s: float) -> tuple[float, str]:
@@ -200,14 +200,14 @@ def _choose_unit(length_s: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Curves:
-    """A panel of curves: a line for each name, over the same values `at`.
+    """A panel of curves: a line for each name, over the same values `x_values`.
 
     `logarithmic` applies to the horizontal axis.
     """
 
     title: str
     below: str
-    at: Sequence[float]
+    x_values: Sequence[float]
     lines: Mapping[str, Sequence[float]]
     logarithmic: bool = False
 
@@ -239,11 +239,16 @@ def draw_curves(panels: Sequence[Curves], form: str = "png") -> bytes:
             axes = made.add_subplot(1, len(panels), place)
             for (name, shares), colour in zip(panel.lines.items(), _COLOURS, strict=False):
                 axes.plot(
-                    panel.at, [100 * share for share in shares], color=colour, marker=".", linewidth=1.2, label=name
+                    panel.x_values,
+                    [100 * share for share in shares],
+                    color=colour,
+                    marker=".",
+                    linewidth=1.2,
+                    label=name,
                 )
             if panel.logarithmic:
                 axes.set_xscale("log")
-            axes.set_xticks(panel.at, [f"{at:.3g}" for at in panel.at])
+            axes.set_xticks(panel.x_values, [f"{at:.3g}" for at in panel.x_values])
             axes.minorticks_off()
             axes.set_xlabel(panel.below)
             axes.set_ylabel("%")

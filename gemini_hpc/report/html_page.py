@@ -30,7 +30,7 @@ td, th { border-bottom: 1px solid #ddd; padding: .15em .9em .15em 0; text-align:
 class Pictures:
     """The pictures of one training, as PNG; None if there is nothing to draw."""
 
-    one: Shown
+    shown: Shown
     timeline: bytes | None
     overhead: bytes | None
     steps: bytes | None = None
@@ -49,7 +49,7 @@ def render_page(job: int, t: float, trainings: Sequence[Pictures]) -> str:
 
 
 def _render_section(pictures: Pictures, t: float) -> str:
-    one = pictures.one
+    one = pictures.shown
     row = sanitize({"rank": one.rank, "host": one.host, **build_traffic_fields(one.state)})
     text = "\n".join(_escape_value(line) for line in format_traffic([row]))
     parts = [
@@ -69,10 +69,10 @@ def _render_section(pictures: Pictures, t: float) -> str:
     return "\n".join(parts)
 
 
-def _render_image(png: bytes | None, what: str, nothing: str) -> str:
+def _render_image(png: bytes | None, alt: str, nothing: str) -> str:
     if png is None:
         return f"<p>{nothing}</p>"
-    return f'<p><img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></p>'
+    return f'<p><img alt="{alt}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></p>'
 
 
 def _render_table(rows: Iterable[tuple[str, Any]]) -> str:

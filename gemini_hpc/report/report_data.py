@@ -101,23 +101,23 @@ def _list_marks(parts: Sequence[InspectPart]) -> tuple[EventRecord, ...]:
     return tuple(found.values())[-_MOST_MARKS:]
 
 
-def list_saved_steps(one: Shown) -> list[tuple[float, int]]:
+def list_saved_steps(shown: Shown) -> list[tuple[float, int]]:
     """Return (time, newest saved step), in the order of time, from samples and resumes."""
-    steps = [(point.t, point.saved) for point in one.series if point.saved]
-    steps += [(event.t, event.version) for event in one.marks if event.name in RESUMES and event.version]
-    if one.saved and one.saved_at is not None:
-        steps.append((one.saved_at, one.saved))
+    steps = [(point.t, point.saved) for point in shown.series if point.saved]
+    steps += [(event.t, event.version) for event in shown.marks if event.name in RESUMES and event.version]
+    if shown.saved and shown.saved_at is not None:
+        steps.append((shown.saved_at, shown.saved))
     return sorted(steps)
 
 
-def describe_saves(one: Shown, t: float) -> str:
+def describe_saves(shown: Shown, t: float) -> str:
     """Return the sentence under the first picture: the newest save, its age, and what happened so far."""
-    if not one.saved:
+    if not shown.saved:
         return "No step is saved yet: a failure now begins the training anew."
-    age = "" if one.saved_at is None else f", {format_age(t - one.saved_at)} ago"
-    lost, resumed = (sum(event.name in names for event in one.marks) for names in (LOSSES, RESUMES))
+    age = "" if shown.saved_at is None else f", {format_age(t - shown.saved_at)} ago"
+    lost, resumed = (sum(event.name in names for event in shown.marks) for names in (LOSSES, RESUMES))
     return (
-        f"The newest save is step {one.saved}{age}. So far: {lost or 'no'} loss{'es' * (lost != 1)}, "
+        f"The newest save is step {shown.saved}{age}. So far: {lost or 'no'} loss{'es' * (lost != 1)}, "
         f"{resumed or 'no'} resume{'s' * (resumed != 1)}."
     )
 

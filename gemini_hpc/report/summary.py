@@ -51,13 +51,13 @@ def describe_possible_losses(d: Document) -> str:
     if not d["trainings"]:
         return "nothing yet"
     worst = min(d["trainings"], key=_measure_safety)
-    of = f" (training {worst['name']})" if len(d["trainings"]) > 1 else ""
+    scope = f" (training {worst['name']})" if len(d["trainings"]) > 1 else ""
     v = worst["survival"]
     if v["lost_already"]:
-        return f"nothing yet{of}"
+        return f"nothing yet{scope}"
     shares = [format_share(row["k"], row["probability"]) for row in v["survives"]]
     sure = sum(row["probability"] >= 1.0 for row in v["survives"])
-    return f"{shares[max(0, sure - 1)]}{of}{_describe_newest(worst)}"
+    return f"{shares[max(0, sure - 1)]}{scope}{_describe_newest(worst)}"
 
 
 def _measure_safety(s: Document) -> tuple[bool, list[float]]:

@@ -90,9 +90,9 @@ def _clean_text(text: str) -> str:
     return " ".join(text.replace('"', "'").split())
 
 
-def _check_value(pattern: re.Pattern[str], value: str, what: str) -> str:
+def _check_value(pattern: re.Pattern[str], value: str, wanted: str) -> str:
     if not pattern.fullmatch(value):
-        raise SlurmRefused(f"{value!r} is not {what}")
+        raise SlurmRefused(f"{value!r} is not {wanted}")
     return value
 
 

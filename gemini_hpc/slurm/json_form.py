@@ -177,8 +177,8 @@ def _convert_node(r: Mapping[str, Any]) -> Node:
     )
 
 
-def format_reason(reason: str, user: str, at: float) -> str:
+def format_reason(reason: str, user: str, time_s: float) -> str:
     """Return a reason in the form of `scontrol show node`: text, author and time (UTC)."""
     if not drop_none(reason):
         return ""
-    return f"{reason} [{user}@{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(at))}]" if user else reason
+    return f"{reason} [{user}@{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(time_s))}]" if user else reason

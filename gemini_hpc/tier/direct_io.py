@@ -65,32 +65,32 @@ class File:
             if fd != -1:
                 os.close(fd)
 
-    def read(self, into: memoryview, at: int) -> int:
-        """Read bytes at offset `at` into `into`; return their number, 0 at the end of the file."""
-        if self._can_use_direct_io(into, at):
+    def read(self, into: memoryview, offset: int) -> int:
+        """Read bytes at offset `offset` into `into`; return their number, 0 at the end of the file."""
+        if self._can_use_direct_io(into, offset):
             try:
-                return os.preadv(self._direct, [into], at)
+                return os.preadv(self._direct, [into], offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        return os.preadv(self.fd, [into], at)
+        return os.preadv(self.fd, [into], offset)
 
-    def write(self, data: memoryview, at: int) -> None:
-        """Write all of `data` at offset `at`.
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of `data` at offset `offset`.
 
         Raises OSError. EINVAL means that the file system does not support direct writes after all. No
         fallback happens here, because direct and buffered writes must not be mixed then.
         """
-        may = self._can_use_direct_io(data, at)
+        may = self._can_use_direct_io(data, offset)
         fd = self._direct if may else self.fd
         while len(data):
-            sent = os.pwrite(fd, data, at)
+            sent = os.pwrite(fd, data, offset)
             if not sent:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             if not may and sent >= PAGE_BYTES:
                 # Start the transfer to the disk while the next bytes arrive, and keep none in the page cache.
-                os.posix_fadvise(fd, at, sent, os.POSIX_FADV_DONTNEED)
-            data, at = data[sent:], at + sent
+                os.posix_fadvise(fd, offset, sent, os.POSIX_FADV_DONTNEED)
+            data, offset = data[sent:], offset + sent
 
-    def _can_use_direct_io(self, data: memoryview, at: int) -> bool:
-        return self._direct != -1 and at % PAGE_BYTES == 0 == len(data) % PAGE_BYTES
+    def _can_use_direct_io(self, data: memoryview, offset: int) -> bool:
+        return self._direct != -1 and offset % PAGE_BYTES == 0 == len(data) % PAGE_BYTES

@@ -49,12 +49,12 @@ def explain_error(error: Exception) -> str:
 
 
 @contextmanager
-def as_tier_error(what: str) -> Iterator[None]:
-    """Convert an OSError, or HDF5's RuntimeError, into a TierError about `what`."""
+def as_tier_error(action: str) -> Iterator[None]:
+    """Convert an OSError, or HDF5's RuntimeError, into a TierError about `action`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise TierError(as_users_know(f"{what}: {explain_error(error)}")) from None
+        raise TierError(as_users_know(f"{action}: {explain_error(error)}")) from None
 
 
 @contextmanager

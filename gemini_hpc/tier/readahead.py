@@ -39,13 +39,13 @@ class Ahead:
         sys.setswitchinterval(_SWITCH_S)
         self._threads = start_threads(_THREADS, self._run, "gemini-ahead")
 
-    def copy_ahead(self, into: memoryview, at: int) -> int:
-        """Copy bytes from offset `at` that are read ahead into `into`; return their number.
+    def copy_ahead(self, into: memoryview, offset: int) -> int:
+        """Copy bytes from offset `offset` that are read ahead into `into`; return their number.
 
         The number is 0 if the bytes were not read ahead or could not be read. The caller reads them itself
         then.
         """
-        part, skip = divmod(at, PART_BYTES)
+        part, skip = divmod(offset, PART_BYTES)
         with self._came:
             if not self._taken:
                 self._taken = True

@@ -49,11 +49,11 @@ class ParsedSlot:
         yield Area(0, HEADER_BYTES)
         yield Area(layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes)
         at = 0
-        for piece in sorted(self.manifest.pieces, key=lambda p: p.at):
-            if piece.at < at:
+        for piece in sorted(self.manifest.pieces, key=lambda p: p.start):
+            if piece.start < at:
                 raise ValueError(f"a piece of {self.manifest.rows[piece.row].key} overlaps the one before it")
-            at = piece.at + self.manifest.count_bytes(piece)
-            yield Area(layout.tensor_offset + piece.at, layout.tensor_offset + at, piece)
+            at = piece.start + self.manifest.count_bytes(piece)
+            yield Area(layout.tensor_offset + piece.start, layout.tensor_offset + at, piece)
         yield Area(layout.small_offset, self.header.used_bytes)
 
     def clear_gaps(self) -> None:

@@ -56,13 +56,13 @@ class _ReportingPace:
     """A pacer that also reports progress to the agent at intervals, limited to a rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._pace, self._bytes, self._told_at = WritePace(bytes_per_s), 0, clock.monotonic()
+        self._pace, self._bytes, self._reported_at = WritePace(bytes_per_s), 0, clock.monotonic()
 
     def __call__(self, count: int) -> None:
         self._bytes += count
         self._pace(count)
-        if clock.monotonic() - self._told_at > _TELL_EVERY_S:
-            self._told_at = clock.monotonic()
+        if clock.monotonic() - self._reported_at > _TELL_EVERY_S:
+            self._reported_at = clock.monotonic()
             _say(orders.Progress(self._bytes))
 
 

@@ -37,20 +37,20 @@ class Behind:
         self._trouble: OSError | None = None
         self._threads = start_threads(_THREADS, self._run, "gemini-behind")
 
-    def put(self, data: memoryview, at: int) -> memoryview:
-        """Queue at most `PART_BYTES` bytes for offset `at`, and return a copy of them.
+    def put(self, data: memoryview, offset: int) -> memoryview:
+        """Queue at most `PART_BYTES` bytes for offset `offset`, and return a copy of them.
 
         The copy may be read until the next call.
         """
         buffer = self._free.get()
         copy = buffer[: len(data)]
         copy[:] = data
-        whole = 0 if at % PAGE_BYTES else len(data) // PAGE_BYTES * PAGE_BYTES
+        whole = 0 if offset % PAGE_BYTES else len(data) // PAGE_BYTES * PAGE_BYTES
         if whole < len(data):
-            self._kept.append((bytes(copy[whole:]), at + whole))
+            self._kept.append((bytes(copy[whole:]), offset + whole))
             self._kept_bytes += len(data) - whole
         if whole:
-            self._tasks.put((buffer, whole, at))
+            self._tasks.put((buffer, whole, offset))
         else:
             self._free.put(buffer)
         if self._kept_bytes > _KEPT_BYTES:

@@ -24,10 +24,10 @@ _INSTEAD = {
 }
 
 
-def _as_list(value: Any, what: str) -> list[Any]:
+def _as_list(value: Any, name: str) -> list[Any]:
     if isinstance(value, Sequence):
         if not value:
-            raise ValueError(f"{what} is an empty list")
+            raise ValueError(f"{name} is an empty list")
         return list(value)
     return [value]
 
@@ -80,7 +80,7 @@ def check(
     seal_timeout_s: float,
     hold_s: float,
     audit: int,
-    dealt: Ownership,
+    ownership: Ownership,
     traffic: Traffic,
 ) -> None:
     """Check the arguments that are numbers, names and choices.
@@ -93,8 +93,8 @@ def check(
         raise TypeError(f"traffic is a {type(traffic).__name__}, wanted a gemini_hpc.Traffic")
     if max_repeated not in (1, 2):
         raise ValueError(f"max_repeated is {max_repeated}: wanted 1 or 2")
-    if dealt not in get_args(Ownership):
-        raise ValueError(f"ownership is {dealt!r}: wanted 'split' or 'full'")
+    if ownership not in get_args(Ownership):
+        raise ValueError(f"ownership is {ownership!r}: wanted 'split' or 'full'")
     check_count("audit", audit, 0)
     check_timeout("seal_timeout_s", seal_timeout_s)
     check_argument("hold_s", hold_s, "a number of seconds, 0 or more", lambda wait_s: wait_s >= 0)

@@ -25,7 +25,6 @@ from gemini_hpc.tier import names
 from gemini_hpc.train import arguments, failure_hold, meeting
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.meeting import Meetings
-from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.optimizer_gate import OptimizerGate, Times
 from gemini_hpc.train.restorer import Restorer
 from gemini_hpc.train.schedule.traffic import Scheme, Traffic, check_scheme
@@ -34,6 +33,7 @@ from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.train.uncaptured import Uncaptured
+from gemini_hpc.train.unpassed_objects import UnpassedObjects
 from gemini_hpc.train.versions import Versions
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -115,7 +115,7 @@ class Checkpointer:
             tree, unsupported = StateTree(nn.Module(), [], {}, {}), str(error)
         self._tree, self._unsupported = tree, unsupported
         given = [model, *optimizers, *stateful.values(), *modules.values()]
-        self._not_given = NotGiven(given, tree.optimizers)
+        self._unpassed = UnpassedObjects(given, tree.optimizers)
         self._times = Times()
         self._closed = False
         self._session = session = RankSession(
@@ -130,8 +130,8 @@ class Checkpointer:
         )
         meetings = self._meetings = Meetings(ranks, name, session.say)
         self._engine = SaveEngine(session, tree, traffic, ranks=ranks, ownership=ownership, max_repeated=max_repeated)
-        self._gate = OptimizerGate(session, self._engine, tree, self._not_given, max_repeated, self._times)
-        uncaptured = Uncaptured(tree, self._not_given)
+        self._gate = OptimizerGate(session, self._engine, tree, self._unpassed, max_repeated, self._times)
+        uncaptured = Uncaptured(tree, self._unpassed)
         self._versions = Versions(session, self._engine, self._gate, tree, meetings, uncaptured, scaler, audit)
         findings: list[str] = []
         if session.path:
@@ -151,9 +151,9 @@ class Checkpointer:
             loader,
             path=os.fspath(start) if start else "",
             unsupported=self._unsupported,
-            join_anew=self._join_anew,
+            join_again=self._join_again,
             meetings=meetings,
-            later=uncaptured.postpone_sentence,
+            report_later=uncaptured.postpone_sentence,
         )
         self._holding: failure_hold.Hold | None = None
         if session.client is not None:
@@ -173,9 +173,9 @@ class Checkpointer:
             return "WORLD_SIZE is above 1: call torch.distributed.init_process_group first"
         return ""
 
-    def _join_anew(self) -> None:
+    def _join_again(self) -> None:
         """Send `Hello` again, so that the agents choose a version again. Collective."""
-        self._session.join_anew(self._explain_unprotected())
+        self._session.join_again(self._explain_unprotected())
         self._engine.connect()
 
     # ---- resuming --------------------------------------------------------------------------------------
@@ -363,8 +363,8 @@ class Checkpointer:
             recorder.stop()
         if self._holding is not None:
             self._holding.end()
-        in_peace = (success or goes_on) and session.protected and not session.verdict.refused
-        engine.shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
+        orderly = (success or goes_on) and session.protected and not session.verdict.refused
+        engine.shut_down(CLOSE_TIMEOUT_S if orderly else 0.0)
         session.finish(success=success)
         if engine.wait_ended(_LAST_S) and (success or goes_on):
             for keeper in session.keepers():
@@ -436,7 +436,7 @@ class Checkpointer:
             "received": {r.rank: r.landed for r in running.receivers} if running else {},
             "times": {**asdict(self._times), "seal_wait_s": self._gate.waited_s if running else 0.0},
             "findings": list(session.findings),
-            "not_given": self._not_given.list_classes(),
+            "not_given": self._unpassed.list_classes(),
         }
 
 

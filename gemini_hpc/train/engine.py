@@ -28,7 +28,7 @@ from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.replication.rescuer import Frozen, Rescuer
 from gemini_hpc.train.replication.reserved import Reserved
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
-from gemini_hpc.train.schedule.capture_cost import find_dearest
+from gemini_hpc.train.schedule.capture_cost import find_costliest
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import IntervalController
 from gemini_hpc.train.schedule.pacer import Pacer
@@ -227,7 +227,7 @@ class RunningEngine:
         self.controller = self._create_controller()
         if session.redundancy.parity:
             self._parity = StripeParity(session)
-            session.on_rejoin.append(self._parity.register_anew)
+            session.on_rejoin.append(self._parity.register_again)
         elif over is not None:
             self.receivers = [*over.build_receivers()]
         elif transport is not None:
@@ -291,7 +291,7 @@ class RunningEngine:
             engine.planning.replanning,
             lambda: self.replicator.copy_bytes,
             transport="host" if engine.pushed else "gloo" if over is not None else "none",
-            dearest=partial(find_dearest, engine.stateful),
+            find_costliest=partial(find_costliest, engine.stateful),
         )
 
     def _build_profile_key(self) -> str:
@@ -440,7 +440,7 @@ class RunningEngine:
         deadline, transport, over = clock.monotonic() + patience_s, self._engine.transport, self._engine.over
         self.controller.close()
         if self.driver is not None:
-            self.driver.finish(in_peace=patience_s > 0)
+            self.driver.finish(orderly=patience_s > 0)
         if self.arming.is_alive():
             self.arming.join(patience_s)
         with self._session.verdict.lock:

@@ -68,7 +68,7 @@ class Hold:
     """A training's hold, called before anything that ends the process over a communication error."""
 
     def __init__(
-        self, path: str, hold_s: float, say: Callable[[str], None], raised: Callable[[BaseException], None]
+        self, path: str, hold_s: float, say: Callable[[str], None], on_raise: Callable[[BaseException], None]
     ) -> None:
         """Install the hook for uncaught exceptions.
 
@@ -76,9 +76,9 @@ class Hold:
             path: Path of the agent's socket.
             hold_s: Longest hold in seconds.
             say: Prints a line to the user.
-            raised: Called with each exception that ends the script and is not a communication error.
+            on_raise: Called with each exception that ends the script and is not a communication error.
         """
-        self._path, self._hold_s, self._say, self._raised = path, hold_s, say, raised
+        self._path, self._hold_s, self._say, self._on_raise = path, hold_s, say, on_raise
         self._before = sys.excepthook
         self._over = False
         self._pid = os.getpid()
@@ -100,7 +100,7 @@ class Hold:
         error.__gemini_seen__ = True  # type: ignore[attr-defined]
         if not is_communication_error(error):
             if isinstance(error, Exception):
-                self._raised(error)
+                self._on_raise(error)
             return
         self._say(
             f"communication failed ({type(error).__name__}); asking the agents whether a node is dead (up to "

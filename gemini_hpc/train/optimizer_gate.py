@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.train.device import graphs
 from gemini_hpc.train.engine import RunningEngine, SaveEngine
-from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.state.tree import StateTree
+from gemini_hpc.train.unpassed_objects import UnpassedObjects
 
-_NOT_GIVEN = 3  # report at most this many optimizers that were not passed
+_MOST_UNPASSED_REPORTS = 3  # report at most this many optimizers that were not passed
 _WARM_UP = 3  # steps that do not count for the worst times
 _SEVERAL = 2  # with several strange graphs, none can be identified
 _TO_BEGIN_S = 0.25  # a healthy replicator begins within this time, also on a busy node
@@ -59,7 +59,7 @@ class OptimizerGate:
     Attributes:
         job: The last version captured.
         late: The training went on without the seal of that version.
-        forgone: The last version that this rank could not capture.
+        uncaptured_version: The last version that this rank could not capture.
         resumed_from: The (epoch, version) that was loaded.
         in_closure: The optimizers write only after the closure passed to them has run, so the wait follows the
             closure.
@@ -70,15 +70,15 @@ class OptimizerGate:
         session: RankSession,
         engine: SaveEngine,
         tree: StateTree,
-        not_given: NotGiven,
+        unpassed: UnpassedObjects,
         max_repeated: int,
         times: Times,
     ) -> None:
         self._session, self._engine, self._tree = session, engine, tree
-        self._not_given, self._max_repeated, self._times = not_given, max_repeated, times
+        self._unpassed, self._max_repeated, self._times = unpassed, max_repeated, times
         self.job: CaptureJob | None = None
         self.late = False
-        self.forgone = 0  # the last version that this rank could not capture
+        self.uncaptured_version = 0  # the last version that this rank could not capture
         self.resumed_from: tuple[int, int] | None = None
         self.in_closure = False
         self.stepped = False  # an optimizer of the training has stepped since the last `step()`
@@ -86,9 +86,9 @@ class OptimizerGate:
         self.strange: list[Any] = []  # graphs replayed since the last `step()` that may contain steps we do not see
         self._writing = False  # an optimizer changes the tensors, or has changed them since the last `step()`
         self._still = threading.Lock()  # its owner may read the tensors
-        self._told_late = False
-        self._not_given_told = 0
-        self._found_anew = 0  # the tree's `found_anew` when `_foreign` was last filled
+        self._reported_late = False
+        self._unpassed_reported = 0
+        self._seen_replacements = 0  # the tree's `replacements` when `_foreign` was last filled
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         session.on_lost.append(self._let_go)
         # A compiled step calls the hook uncompiled: Dynamo would trace its frames and warn about their content.
@@ -194,7 +194,7 @@ class OptimizerGate:
             # The chosen version may not have been sealed: until it is, it must not become the past (R2).
             epoch, version = self.resumed_from
             session.gate.wait(version, lambda: not session.protected, epoch=epoch)
-        elif running is not None and self.forgone == session.version:
+        elif running is not None and self.uncaptured_version == session.version:
             self._wait_for_others(running.controller.patience_s)
         elif running is not None and job is not None:
             self._wait_for_job(running, job, began)
@@ -230,7 +230,7 @@ class OptimizerGate:
         session, pacer = self._session, self._engine.pacer
         if session.world > 1 and self._max_repeated == 1:
             over = lambda: not session.protected  # noqa: E731
-            session.gate.wait(self.forgone, over, lambda: pacer.progress_at, patience_s)
+            session.gate.wait(self.uncaptured_version, over, lambda: pacer.progress_at, patience_s)
 
     def _stand_by(self, job: CaptureJob | None) -> None:
         """Wait for the end if the job is about to leave a node and this version is kept.
@@ -309,8 +309,8 @@ class OptimizerGate:
         """Report that the training goes on without the seal, although all else seems well (R2)."""
         session = self._session
         why = "not sealed when the training had to go on: a failure before the next seal repeats one more step"
-        if not self._told_late:
-            self._told_late = True
+        if not self._reported_late:
+            self._reported_late = True
             session.say(f"rank {session.rank}: version {version} was {why}; later ones appear only in the event log")
         if session.client is not None:
             session.client.queue_event("late", version, f"rank {session.rank}: {why}")
@@ -322,23 +322,23 @@ class OptimizerGate:
 
         The latter holds for a wrapper, or an optimizer in the backward pass.
         """
-        if self._found_anew != self._tree.found_anew:
-            self._found_anew = self._tree.found_anew
+        if self._seen_replacements != self._tree.replacements:
+            self._seen_replacements = self._tree.replacements
             self._foreign.clear()
         known = self._foreign.get(optimizer)
         if known is None:
             param_ids = {id(p.tensor) for p in self._tree.params}
-            given = self._not_given.is_passed(optimizer)
+            given = self._unpassed.is_passed(optimizer)
             known = given or any(id(p) in param_ids for group in optimizer.param_groups for p in group["params"])
             self._foreign[optimizer] = known
-            if not given and not self._not_given.is_passed_anywhere(optimizer):
-                self._report_not_given(optimizer)
+            if not given and not self._unpassed.is_passed_anywhere(optimizer):
+                self._report_unpassed(optimizer)
         return known
 
-    def _report_not_given(self, optimizer: torch.optim.Optimizer) -> None:
-        self._not_given_told += 1
+    def _report_unpassed(self, optimizer: torch.optim.Optimizer) -> None:
+        self._unpassed_reported += 1
         session = self._session
-        if session.path and self._not_given_told <= _NOT_GIVEN:
+        if session.path and self._unpassed_reported <= _MOST_UNPASSED_REPORTS:
             session.say(
                 f"rank {session.rank}: a {type(optimizer).__name__} makes steps, but was not passed: its state is "
                 "not captured. Pass all optimizers of the training: Checkpointer(model, [first, second])"

@@ -25,7 +25,7 @@ from gemini_hpc.train.state.lifted import LEAST_BYTES
 from gemini_hpc.train.state.ownership import TensorEntry
 from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.tensors import get_local
-from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree
+from gemini_hpc.train.state.tree import Leaf, StateDictError, StateTree
 from gemini_hpc.train.uncaptured import Uncaptured
 
 
@@ -34,14 +34,14 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         ready: The rank has all its tensors now.
-        told: Sentences for the user, as for `Session.say_shared`.
+        sentences: Sentences for the user, as for `Session.say_shared`.
     """
 
     ready: bool = True
     problem: str = ""
     entries: list[TensorEntry] = []
     total_bytes: int = 0
-    told: list[str] = []
+    sentences: list[str] = []
 
 
 class _OfferError(Exception):
@@ -73,8 +73,8 @@ class Planning:
         session: RankSession,
         tree: StateTree,
         traffic: Traffic,
-        dealt: ownership.Ownership,
-        group: Callable[[], dist.ProcessGroup | None],
+        ownership_mode: ownership.Ownership,
+        find_group: Callable[[], dist.ProcessGroup | None],
     ) -> None:
         """Create the planning of one rank.
 
@@ -82,11 +82,16 @@ class Planning:
             session: The rank's session with its agent.
             tree: The state to divide.
             traffic: Settings of how the copies travel.
-            dealt: Division of replicated state among the ranks.
-            group: Returns the group of the ranks' control messages, once it exists.
+            ownership_mode: Division of replicated state among the ranks.
+            find_group: Returns the group of the ranks' control messages, once it exists.
         """
-        self._session, self._tree, self._transport, self._dealt = session, tree, traffic.transport, dealt
-        self._group = group
+        self._session, self._tree, self._transport, self._ownership_mode = (
+            session,
+            tree,
+            traffic.transport,
+            ownership_mode,
+        )
+        self._find_group = find_group
         self.capture: Capture | None = None
         self.kept_capacity = 0  # capacity for the small state in the version that was resumed from
         self.replanning: Replanning | None = None
@@ -97,7 +102,7 @@ class Planning:
         self._layout_bytes = 0  # bytes of a slot, as planned
         self._apart: frozenset[str] = frozenset()  # state that ranks have under one name, with different content
         self._draft: Draft | None = None  # the draft offered for a new plan
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     # ---- the first plan --------------------------------------------------------------------------------
 
@@ -132,16 +137,16 @@ class Planning:
                 draft = Draft.from_tree(
                     self._tree, leaves, odd, self._session.world, lifting=self._transport != "nccl"
                 )
-            except NotGivenError as error:
-                self.skip_not_given(error)
+            except StateDictError as error:
+                self.skip_without_state(error)
                 ready = False
             except Exception as error:
                 failure = error
         sentences = uncaptured.pop_sentences()
         offers = self._exchange_offers(
-            _Offer(ready=ready, entries=draft.shared if ready else [], told=sentences), failure
+            _Offer(ready=ready, entries=draft.shared if ready else [], sentences=sentences), failure
         )
-        self._session.say_shared([o.told for o in offers])
+        self._session.say_shared([o.sentences for o in offers])
         if not all(o.ready for o in offers):
             return None
         gathered = [o.entries for o in offers]
@@ -151,8 +156,10 @@ class Planning:
             total_bytes = plan.layout.total
         except Exception as error:
             failure = error
-        offers = self._exchange_offers(_Offer(total_bytes=total_bytes, told=uncaptured.find_when_planned()), failure)
-        self._session.say_shared([o.told for o in offers])
+        offers = self._exchange_offers(
+            _Offer(total_bytes=total_bytes, sentences=uncaptured.find_when_planned()), failure
+        )
+        self._session.say_shared([o.sentences for o in offers])
         totals = [o.total_bytes for o in offers]
         self.capture, self._layout_bytes, self._apart = plan.capture, total_bytes, plan.alone
         for recorder in self._tree.ddps:
@@ -171,7 +178,7 @@ class Planning:
             draft,
             gathered,
             self._session.rank,
-            self._dealt,
+            self._ownership_mode,
             self._tree.aliases,
             self.kept_capacity,
             least_bytes=least_bytes,
@@ -190,7 +197,7 @@ class Planning:
             offer = _Offer(problem=f"rank {session.rank}: {failure}")
         offers = [offer]
         if session.world > 1:
-            parts = collectives.gather_bytes(msgspec.msgpack.encode(offer), self._group())
+            parts = collectives.gather_bytes(msgspec.msgpack.encode(offer), self._find_group())
             offers = [msgspec.msgpack.decode(part, type=_Offer) for part in parts]
         if failure is not None:
             raise failure
@@ -213,10 +220,10 @@ class Planning:
         """
         self.replanning = Replanning(
             Divergence(gathered, alone, self._session.rank),
-            offer=self._offer_plan,
-            adopt=partial(self._adopt_plan, follow),
-            lose=self._session.end_protection,
-            tensors=self._collect_tensors,
+            build_offer=self._offer_plan,
+            adopt_offers=partial(self._adopt_plan, follow),
+            end_protection=self._session.end_protection,
+            list_tensors=self._collect_tensors,
         )
 
     def request_plan(self, tensors: Iterable[torch.Tensor], misfits: Sequence[str] = (), *, agrees: bool) -> None:
@@ -250,11 +257,11 @@ class Planning:
         self._misfits |= found
         return True
 
-    def skip_not_given(self, error: NotGivenError) -> None:
+    def skip_without_state(self, error: StateDictError) -> None:
         """Skip a version that lacks the state of an object. Report each object's mistake once."""
         session, why = self._session, str(error)
-        if why not in self._told:
-            self._told.add(why)
+        if why not in self._reported:
+            self._reported.add(why)
             session.record_finding(why)
             session.say(
                 f"rank {session.rank}: version {session.version} is not saved: {why}; protection goes on with the "
@@ -291,8 +298,8 @@ class Planning:
                 closely=closely,
             )
             offer = _Offer(entries=self._draft.shared)
-        except NotGivenError as error:
-            self.skip_not_given(error)
+        except StateDictError as error:
+            self.skip_without_state(error)
             offer = _Offer(ready=False)
         except Exception as error:  # all ranks receive the problem
             offer = _Offer(problem=f"rank {self._session.rank}: {error}")

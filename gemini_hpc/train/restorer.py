@@ -49,9 +49,9 @@ class Restorer:
         *,
         path: str,
         unsupported: str,
-        join_anew: Callable[[], None],
+        join_again: Callable[[], None],
         meetings: Meetings,
-        later: Callable[[str], None],
+        report_later: Callable[[str], None],
     ) -> None:
         """Create the restorer of one rank.
 
@@ -61,13 +61,13 @@ class Restorer:
             loader: The training's data loader, or None.
             path: Source to start from if this job has no version.
             unsupported: Reason why this rank's state cannot be captured, or "".
-            join_anew: Sends `Hello` to the agents again.
+            join_again: Sends `Hello` to the agents again.
             meetings: Meetings of the ranks.
-            later: Takes a sentence for the first `step()`, reported once for all ranks that have it.
+            report_later: Takes a sentence for the first `step()`, reported once for all ranks that have it.
         """
         self._session, self._tree, self._loader = session, tree, loader
-        self._path, self._unsupported, self._join_anew = path, unsupported, join_anew
-        self._meetings, self._later = meetings, later
+        self._path, self._unsupported, self._join_again = path, unsupported, join_again
+        self._meetings, self._report_later = meetings, report_later
         self.called = False
         self.found = Resumed()
         self.resumed_at = 0
@@ -88,10 +88,10 @@ class Restorer:
         if session.protected or self._path:
             self._meetings.meet("resume()")
         if not session.protected:
-            return self._begin_anew()
+            return self._start_over()
         if session.welcome.notice:
             session.say_once(session.welcome.notice)
-        return self._load() or self._begin_anew()
+        return self._load() or self._start_over()
 
     def report_missing_resume(self) -> None:
         """Report, at the first `step()` of a training that begins at 0, that `resume()` was left out."""
@@ -107,7 +107,7 @@ class Restorer:
         Return 0 if there is none and the training may begin anew.
         """
         began, session = clock.time(), self._session
-        shards = fetch_on_all(session, self._fetch_shards, self._join_anew)
+        shards = fetch_on_all(session, self._fetch_shards, self._join_again)
         welcome = session.welcome
         if not shards:
             if welcome.rejected and not welcome.fresh:
@@ -153,7 +153,7 @@ class Restorer:
         if trained:
             session.try_again(f"version {self.resumed_at} is rejected ({reason})")
         session.say_once(f"version {self.resumed_at} is rejected: {reason}")
-        self._join_anew()
+        self._join_again()
         if not session.protected:
             session.try_again("an older version cannot be loaded without the agents")
         for param in self._tree.params:
@@ -228,15 +228,15 @@ class Restorer:
 
     def _report_not_restored(self) -> None:
         """Report which parts of the loaded version were not restored."""
-        for line in self._tree.begins_anew:
+        for line in self._tree.unrestored:
             if self._session.protected:
-                self._later(line)
+                self._report_later(line)
             else:
                 self._session.say(f"rank {self._session.rank}: {line}")
 
     # ---- from elsewhere --------------------------------------------------------------------------------
 
-    def _begin_anew(self) -> int:
+    def _start_over(self) -> int:
         """Load the source named by `start` and return its version. Collective.
 
         Raises:
@@ -256,7 +256,7 @@ class Restorer:
         session.version = found.version
         if found.states is not None:
             self._set_generators(found.states)
-        session.say_once(f"starts from {self._path}: {found.what} ({clock.time() - began:.2f} s)")
+        session.say_once(f"starts from {self._path}: {found.description} ({clock.time() - began:.2f} s)")
         self._report_data_to_skip()
         self._report_counts(found.counts)
         self._report_not_restored()

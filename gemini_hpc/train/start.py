@@ -36,13 +36,13 @@ class Started:
 
     Attributes:
         version: Number of the version, 0 if the source has none.
-        what: Description in words.
+        description: Description in words.
         states: States of the generators, if they are this rank's.
         counts: See `restore.read_saved_units`.
     """
 
     version: int
-    what: str
+    description: str
     states: Any = None
     counts: Mapping[str, int] = field(default_factory=dict)
 
@@ -152,8 +152,10 @@ def _make_state(tree: StateTree, found: Mapping[tuple[str, str], tuple[tuple[int
 def _find_targets(tree: StateTree, found: Mapping[tuple[str, str], str]) -> dict[str, torch.Tensor]:
     """Return the optimizer's present tensors by the keys under which the source has them."""
     leaves, _ = tree.find_leaves()
-    by = {(leaf.owner.fqn.removeprefix("model."), leaf.name): leaf.tensor for leaf in leaves if leaf.optimizer == 0}
-    return {key: by[name] for name, key in found.items() if name in by}
+    tensors = {
+        (leaf.owner.fqn.removeprefix("model."), leaf.name): leaf.tensor for leaf in leaves if leaf.optimizer == 0
+    }
+    return {key: tensors[name] for name, key in found.items() if name in tensors}
 
 
 def _from_dcp(tree: StateTree, path: str) -> Started:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from gemini_hpc.train.not_given import NotGiven
 from gemini_hpc.train.state.tree import StateTree
+from gemini_hpc.train.unpassed_objects import UnpassedObjects
 
 
 class Uncaptured:
@@ -15,8 +15,8 @@ class Uncaptured:
     Ranks often have the same findings. Each is reported once, when all ranks talk anyway.
     """
 
-    def __init__(self, tree: StateTree, not_given: NotGiven) -> None:
-        self._tree, self._not_given = tree, not_given
+    def __init__(self, tree: StateTree, unpassed: UnpassedObjects) -> None:
+        self._tree, self._unpassed = tree, unpassed
         self._found: set[str] = set()
         self._later: list[str] = []
 
@@ -43,7 +43,7 @@ class Uncaptured:
         with suppress(Exception):
             found += self._describe_join()
         with suppress(Exception):  # classes of others may raise
-            found += self._not_given.list_sentences()
+            found += self._unpassed.list_sentences()
         return found
 
     def postpone_sentence(self, sentence: str) -> None:
@@ -83,8 +83,8 @@ class Uncaptured:
                     "object with state_dict and load_state_dict for it in extra"
                 )
 
-    def _is_new(self, what: str) -> bool:
+    def _is_new(self, name: str) -> bool:
         """Return whether there is no earlier finding on this object."""
-        is_new = what not in self._found
-        self._found.add(what)
+        is_new = name not in self._found
+        self._found.add(name)
         return is_new

@@ -18,7 +18,7 @@ from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.stillness import Stillness
 from gemini_hpc.train.state.tensors import get_local
-from gemini_hpc.train.state.tree import Leaf, NotGivenError, StateTree, defers_nothing
+from gemini_hpc.train.state.tree import Leaf, StateDictError, StateTree, defers_nothing
 from gemini_hpc.train.uncaptured import Uncaptured
 
 _TOGETHER = 4  # iterations: while nothing is sealed and versions are skipped, save one version in so many
@@ -47,10 +47,10 @@ class Versions:
         self._meetings, self._uncaptured, self._scaler, self._audit = meetings, uncaptured, scaler, audit
         self.resumed = False
         self._crowded = False
-        self._owed = False  # a version due for saving was incomplete: the next complete one takes its place
+        self._save_is_due = False  # a version due for saving was incomplete: the next complete one takes its place
         self._last_scale: float | None = None
         self.unseen = False  # the weights have changed unnoticed since the previous `step()`
-        self._told_unseen = self._told_unstepped = False
+        self._reported_unseen = self._reported_unstepped = False
         self._unstepped = 0  # the previous version, if it has gradients and no optimizer step
         self._stillness = Stillness()
 
@@ -100,8 +100,8 @@ class Versions:
         Only now is it certain that no write changed its weights.
         """
         version, self._unstepped = self._unstepped, 0
-        if version and not self._told_unstepped:
-            self._told_unstepped = True
+        if version and not self._reported_unstepped:
+            self._reported_unstepped = True
             self._report_unsaved(
                 version,
                 " without an optimizer step since the last one: accumulated gradients are not captured, so this "
@@ -110,9 +110,9 @@ class Versions:
 
     def _report_unseen(self) -> None:
         """Report, once, that weights change without an optimizer step."""
-        if self._told_unseen:
+        if self._reported_unseen:
             return
-        self._told_unseen = True
+        self._reported_unseen = True
         if self._gate.strange:
             text = (
                 "weights change, and no optimizer has made a step since the last step(): CUDA graphs were replayed "
@@ -176,10 +176,10 @@ class Versions:
         saves = running.controller.saves(session.version)
         if not complete:
             session.count_unsaved("unstepped")
-            self._owed = self._owed or (saves and running.driver is None)
+            self._save_is_due = self._save_is_due or (saves and running.driver is None)
             return
-        owed, self._owed = self._owed, False
-        if saves or owed:
+        save_is_due, self._save_is_due = self._save_is_due, False
+        if saves or save_is_due:
             self._capture(running, moment)
 
     def _begin_protection(
@@ -225,9 +225,9 @@ class Versions:
         defers = capture.defers if running.driver is None else defers_nothing
         try:
             small = self._tree.pack_small(odd, late, session.world, capture.lifted.has_place, defers)
-        except NotGivenError as error:
-            planning.skip_not_given(error)
-            self._gate.forgone = session.version
+        except StateDictError as error:
+            planning.skip_without_state(error)
+            self._gate.uncaptured_version = session.version
             return
         gone = capture.lifted.bind(small.lifted)
         if small.unplanned or late or gone:
@@ -241,7 +241,7 @@ class Versions:
             session.record_incident(
                 "skipped", session.version, f"{gone[0]} has changed since the state was divided among the ranks"
             )
-            self._gate.forgone = session.version
+            self._gate.uncaptured_version = session.version
             return
         audit = bool(self._audit) and capture.compared % self._audit == 0
         job = self._gate.job = capture.begin_job(session.version, small.data, audit, small.gaps)
@@ -286,7 +286,7 @@ class Versions:
             session.say(f"rank {session.rank}: version {session.version} skipped: {why}; making a new plan")
         session.count_unsaved("skipped")
         session.record_event("skipped", f"rank {session.rank}: {why}")
-        self._gate.forgone = session.version
+        self._gate.uncaptured_version = session.version
 
     def _ship(self, job: CaptureJob | None) -> None:
         """Send this rank's part of the version over NCCL, at each `step()` since the ranks save.

@@ -54,11 +54,11 @@ class ControlPage:
         elif self._get(MAGIC_AT) != MAGIC:
             raise ValueError("not a control page")
 
-    def _get(self, at: int) -> int:
-        return int(_WORD.unpack_from(self._map, at)[0])
+    def _get(self, offset: int) -> int:
+        return int(_WORD.unpack_from(self._map, offset)[0])
 
-    def _put(self, at: int, value: int) -> None:
-        _WORD.pack_into(self._map, at, value)
+    def _put(self, offset: int, value: int) -> None:
+        _WORD.pack_into(self._map, offset, value)
 
     @property
     def sealed(self) -> tuple[int, int]:

@@ -83,11 +83,11 @@ class _Page:
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES)
 
-    def _get(self, at: int) -> int:
-        return int(_WORD.unpack_from(self._map, at)[0])
+    def _get(self, offset: int) -> int:
+        return int(_WORD.unpack_from(self._map, offset)[0])
 
-    def _put(self, at: int, value: int) -> None:
-        _WORD.pack_into(self._map, at, value)
+    def _put(self, offset: int, value: int) -> None:
+        _WORD.pack_into(self._map, offset, value)
 
     def close(self) -> None:
         """Unmap the page."""

@@ -48,7 +48,7 @@ class ClientHello(msgspec.Struct, frozen=True):
         purpose: `link`, `pull`, `push`, `query`, `control`, ...
         dialled: Endpoint that the caller dialled; "": unknown.
         lost: Nodes of the incarnation that the caller continues without.
-        heir: Job of the caller if it takes over state that the called job left behind.
+        successor: Job of the caller if it takes over state that the called job left behind.
     """
 
     least: int
@@ -64,7 +64,7 @@ class ClientHello(msgspec.Struct, frozen=True):
     share: bytes
     dialled: str = ""
     lost: tuple[str, ...] = ()
-    heir: Job = 0
+    successor: Job = 0
 
 
 class ServerHello(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ class LinkSession(msgspec.Struct, frozen=True):
     job: int
     proto: int = version.CURRENT
     peer_lost: tuple[str, ...] = ()
-    peer_heir: int = 0
+    peer_successor: int = 0
 
 
 _hello = Strict(msgspec.msgpack.Decoder(ClientHello))
@@ -159,7 +159,7 @@ class HandshakeClient:
         instance: str,
         server_uid: int,
         lost: tuple[str, ...] = (),
-        heir: int = 0,
+        successor: int = 0,
     ) -> None:
         self._hello = ClientHello(
             least=version.OLDEST,
@@ -174,7 +174,7 @@ class HandshakeClient:
             nonce=os.urandom(16),
             share=os.urandom(32),
             lost=lost,
-            heir=heir,
+            successor=successor,
         )
         self._server_uid = server_uid
 
@@ -316,6 +316,6 @@ def answer(
         job=hello.job,
         proto=greeting.proto,
         peer_lost=hello.lost,
-        peer_heir=hello.heir,
+        peer_successor=hello.successor,
     )
     return msgspec.msgpack.encode(Envelope(credential=credential)), session

@@ -71,8 +71,8 @@ class HeldSlot(msgspec.Struct, frozen=True):
     Attributes:
         state: empty, filling or complete.
         verified: Unix time of the last check.
-        of: The slot holds parity instead of a copy of the rank's shard. Each entry is a rank of the stripe and its
-            home.
+        members: The slot holds parity instead of a copy of the rank's shard. Each entry is a rank of the stripe and
+            its home.
         blocks: Number of parity blocks.
     """
 
@@ -87,7 +87,7 @@ class HeldSlot(msgspec.Struct, frozen=True):
     used: Bytes
     since: Time
     verified: Time
-    of: tuple[tuple[Count, Count], ...] = ()
+    members: tuple[tuple[Count, Count], ...] = ()
     blocks: SomeBlocks = 1
 
 
@@ -290,13 +290,13 @@ class LemonRow(msgspec.Struct, frozen=True):
 
     Attributes:
         last: Unix time of the last failure.
-        what: One description a failure, the oldest first.
+        kinds: One description a failure, the oldest first.
     """
 
     host: str
     count: Count
     last: Time
-    what: tuple[str, ...]
+    kinds: tuple[str, ...]
 
 
 class JobAnswer(Message, frozen=True, tag="job"):

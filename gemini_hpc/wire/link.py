@@ -219,7 +219,7 @@ async def connect(
 async def connect_any(
     address: str,
     ports: Iterable[int],
-    client: Callable[[], HandshakeClient],
+    build_client: Callable[[], HandshakeClient],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
     *,
     wordy: bool = False,
@@ -232,7 +232,7 @@ async def connect_any(
     Args:
         address: Host name or address.
         ports: Ports in the order to try.
-        client: Factory of the calling side of a handshake.
+        build_client: Factory of the calling side of a handshake.
         timeout_s: Limit for all ports together, in seconds.
         wordy: Prefer a refusal with a reason over a later port without a listener. Agents of other jobs refuse as
             well, so to find out whether an agent is alive, leave this off: the last port counts.
@@ -251,7 +251,7 @@ async def connect_any(
                 newest: asyncio.Task[Link] | None = None
                 opened = asyncio.Event()
                 if port is not None:
-                    newest = asyncio.ensure_future(connect(address, port, client(), 2 * timeout_s, opened))
+                    newest = asyncio.ensure_future(connect(address, port, build_client(), 2 * timeout_s, opened))
                     attempts[newest] = port
                 silent = asyncio.ensure_future(_wait_for_silence(opened))
                 try:
@@ -294,9 +294,9 @@ async def accept(
     admit: Callable[[Greeting], str | Awaitable[str]],
     *,
     host: str,
-    restart: Callable[[], int],
+    read_restart: Callable[[], int],
     instance: str,
-    lost: Callable[[], tuple[str, ...]] = tuple,
+    list_lost: Callable[[], tuple[str, ...]] = tuple,
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Link:
     """Authenticate a caller.
@@ -306,9 +306,9 @@ async def accept(
         writer: Stream to the caller.
         admit: Returns "" or the reason for rejecting the caller.
         host: Name of this host.
-        restart: Returns the restart count of the job's incarnation here.
+        read_restart: Returns the restart count of the job's incarnation here.
         instance: Identity of this process.
-        lost: Returns the nodes that this agent continues without.
+        list_lost: Returns the nodes that this agent continues without.
         timeout_s: Limit for the handshake, in seconds.
 
     Raises:
@@ -328,7 +328,7 @@ async def accept(
                 writer.write(pack_bare(handshake.encode_refusal(reason)))
                 await writer.drain()
                 raise HandshakeError(reason)
-            answer = partial(handshake.answer, restart=restart(), lost=lost())
+            answer = partial(handshake.answer, restart=read_restart(), lost=list_lost())
             reply, session = await _run_in_pool(
                 answer, greeting, host=host, instance=instance, listening=own_endpoint
             )
@@ -417,7 +417,7 @@ class BlockingLink:
             offset += n
 
     def fill(
-        self, view: memoryview, silent_s: float, take: Callable[[memoryview], object] = lambda part: None
+        self, view: memoryview, silent_s: float, process_part: Callable[[memoryview], object] = lambda part: None
     ) -> None:
         """Receive exactly as many raw bytes as fit into the view.
 
@@ -426,7 +426,7 @@ class BlockingLink:
         Args:
             view: Destination of the bytes.
             silent_s: Longest silence in seconds; up to twice as long after such a short remainder.
-            take: Called with each part in order, while the part is in the processor's cache.
+            process_part: Called with each part in order, while the part is in the processor's cache.
 
         Raises:
             LinkClosed: The connection ended or was silent for too long.
@@ -450,7 +450,7 @@ class BlockingLink:
                 if n == 0:
                     raise LinkClosed(f"closed after {at} of {size} bytes")
                 with view[at : at + n] as part:
-                    take(part)
+                    process_part(part)
                 at += n
         except OSError as exc:
             raise LinkClosed(str(exc)) from None

@@ -330,7 +330,7 @@ class TakeOver(OfRank, frozen=True, tag="take-over"):
     the copy.
     """
 
-    heir: Job
+    successor: Job
     epoch: Epoch
     version: Version
     digest: str
@@ -344,8 +344,8 @@ class Register(OfRank, frozen=True, tag="register"):
         home: Node rank of the node where that rank runs.
         bytes: Size of one slot. With `pushed`, 0 means the current size (`ControlPage.grown`).
         pushed: The home's agent fills the slots and this rank only keeps their memory.
-        of: Ranks (each with its home) whose parity is meant instead of the shard. Their homes' agents fill it; the
-            answer has no descriptors.
+        members: Ranks (each with its home) whose parity is meant instead of the shard. Their homes' agents fill it;
+            the answer has no descriptors.
         passed: Versions up to this one will not be saved into the slots, or not again.
     """
 
@@ -353,7 +353,7 @@ class Register(OfRank, frozen=True, tag="register"):
     home: Count
     bytes: Bytes
     pushed: bool = False
-    of: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_STRIPE)] = ()
+    members: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_STRIPE)] = ()
     passed: Version = 0
 
 

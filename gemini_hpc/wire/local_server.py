@@ -90,7 +90,7 @@ class LocalServer:
         path: str,
         uid: int,
         handle: Handle,
-        gone: Callable[[LocalClient], None],
+        on_disconnect: Callable[[LocalClient], None],
         complain: Callable[[str], None],
     ) -> None:
         """Create the server and listen.
@@ -100,11 +100,17 @@ class LocalServer:
             uid: Owner of the job; only this user and root are accepted.
             handle: Called with each request and its descriptors, which the handler closes. Returns the reply and the
                 descriptors to send, which the server closes after sending.
-            gone: Called when a client's connection ends.
+            on_disconnect: Called when a client's connection ends.
             complain: Called with a sentence for each rejected client, and for each request that failed inside the
                 agent.
         """
-        self._path, self._uid, self._handle, self._gone, self._complain = path, uid, handle, gone, complain
+        self._path, self._uid, self._handle, self._on_disconnect, self._complain = (
+            path,
+            uid,
+            handle,
+            on_disconnect,
+            complain,
+        )
         self._clients: set[LocalClient] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
@@ -197,7 +203,7 @@ class LocalServer:
             client.closed.set()
             client.forget()
             self._clients.discard(client)
-            self._gone(client)
+            self._on_disconnect(client)
 
     async def _answer(self, client: LocalClient, data: bytes, fds: list[int], flags: int) -> Reply:
         if len(data) > local.MAX_PACKET_BYTES or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
@@ -240,10 +246,10 @@ class LocalServer:
                 finally:
                     loop.remove_writer(sock)
 
-    def drop(self, wanted: Callable[[LocalClient], bool]) -> None:
-        """Close every client for which `wanted` returns true."""
+    def drop(self, should_drop: Callable[[LocalClient], bool]) -> None:
+        """Close every client for which `should_drop` returns true."""
         for client in list(self._clients):
-            if wanted(client):
+            if should_drop(client):
                 client.drop()
 
     def close(self) -> None:

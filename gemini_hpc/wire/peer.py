@@ -158,13 +158,13 @@ class Stop(msgspec.Struct, frozen=True):
     """The last stop of the job's trainings, remembered until the next seal so that the user's log can tell of it.
 
     Attributes:
-        at: Time of its first sign (Unix time in seconds); 0: none.
+        time: Time of its first sign (Unix time in seconds); 0: none.
         lost: Nodes found dead.
         replaced: Each node that has left the map, with the node in its place.
         reached: Newest completed step of each training.
     """
 
-    at: Time = 0.0
+    time: Time = 0.0
     lost: tuple[Host, ...] = ()
     replaced: tuple[tuple[Host, Host], ...] = ()
     reached: dict[TrainingName, Version] = msgspec.field(default_factory=dict)
@@ -241,7 +241,7 @@ BEFORE = "before:"  # likewise, followed by a host: the predecessor job's agent 
 class PullOrder(msgspec.Struct, frozen=True):
     """An order that `dest` pull a copy from the first of `sources` that can serve it.
 
-    Otherwise `dest` rebuilds the copy (the shard, or the parity `copy.of`) from `parts`.
+    Otherwise `dest` rebuilds the copy (the shard, or the parity `copy.members`) from `parts`.
 
     Attributes:
         parts: Copies of the same stripe, each with the host that has it.
@@ -367,13 +367,13 @@ class Go(Message, frozen=True, tag="go"):
 
 
 class RoundLost(Message, frozen=True, tag="lost"):
-    """A report up the tree that the parent's round `at` does not fit this agent's round `mine`.
+    """A report up the tree that the parent's round `parent_round` does not fit this agent's round `own_round`.
 
     The agent or the parent was restarted in between. The coordinator begins a new round above both.
     """
 
-    at: Round
-    mine: Round
+    parent_round: Round
+    own_round: Round
 
 
 class NeedRound(Message, frozen=True, tag="round?"):

@@ -14,7 +14,7 @@ class RateLimit:
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._per_s, self._burst = per_s, burst
-        self._tokens, self._at = burst, clock.monotonic()
+        self._tokens, self._updated = burst, clock.monotonic()
         self.missed = 0
 
     def take_tokens(self, count: float = 1.0) -> bool:
@@ -34,8 +34,8 @@ class RateLimit:
 
     def _fill(self) -> None:
         now = clock.monotonic()
-        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
-        self._at = now
+        self._tokens = min(self._burst, self._tokens + (now - self._updated) * self._per_s)
+        self._updated = now
 
     def take_missed(self) -> int:
         """Return the number of refusals so far and reset it."""

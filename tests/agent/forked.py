@@ -23,8 +23,8 @@ def flip(at: int) -> None:
     take, done = arrival.Connection._hash_next, [False]
 
     def flipped(me: arrival.Connection, data: memoryview) -> None:
-        if not done[0] and me._at <= at < me._at + len(data):
-            data[at - me._at] ^= 1
+        if not done[0] and me._offset <= at < me._offset + len(data):
+            data[at - me._offset] ^= 1
             done[0] = True
         take(me, data)
 

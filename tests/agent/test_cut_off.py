@@ -52,9 +52,9 @@ class Agent:
             launches,
             lambda attach, view: setattr(self, "lost", attach.lost),
             lambda: None,
-            first=lambda: asyncio.sleep(0),
-            costs=rescue.are_sole_holders,
-            hold=lambda epoch: None,
+            wait_until_ready=lambda: asyncio.sleep(0),
+            would_lose_state=rescue.are_sole_holders,
+            hold_ranks=lambda epoch: None,
         )
 
     async def over(self) -> None:

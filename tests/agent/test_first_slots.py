@@ -72,7 +72,7 @@ def test_shards_of_a_node_are_taken_at_the_same_time(monkeypatch: pytest.MonkeyP
     store, all_here = Store(Budget(PLENTY)), threading.Barrier(4)
     taking, most = list[Memfd](), list[int]()
 
-    def take(memory: Memfd, left_bytes: Callable[[], int]) -> None:
+    def take(memory: Memfd, count_left_bytes: Callable[[], int]) -> None:
         taking.append(memory)
         most.append(len(taking))
         all_here.wait(10)

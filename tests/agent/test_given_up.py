@@ -39,8 +39,8 @@ def state(training: Training) -> TrainingState:
         silent,
         silent,
         SimpleNamespace(state=""),  # type: ignore[arg-type]
-        live=lambda name: (),
-        kept_until=lambda: 0.0,
+        list_live_ranks=lambda name: (),
+        read_kept_until=lambda: 0.0,
     )
     return made.build_part(1).trainings[0]
 

@@ -49,7 +49,7 @@ class Stripe:
         whole = parity.Stripe(tuple(range(N)), BLOCKS)
         room = whole.compute_block_bytes(SIZE)
         used = whole.compute_parity_bytes(rank, {c.rank: c.used for c in copies}, room)
-        return Copy("", rank, N, rank, BLOCKS * room, used, STAMP, "", of=of, blocks=BLOCKS, room=room)
+        return Copy("", rank, N, rank, BLOCKS * room, used, STAMP, "", members=of, blocks=BLOCKS, room=room)
 
     def beside(self, rank: int, parts: list[Part]) -> Part:
         copy = self.wish(rank)
@@ -97,12 +97,12 @@ def test_parts_that_belong_to_something_else(stripe: Stripe) -> None:
 def test_a_parity_that_claims_to_be_anything(stripe: Stripe) -> None:
     """As a plan may say that came from a peer."""
     wish = stripe.wish(0)
-    member = wish.of[0]
+    member = wish.members[0]
     for bad in (
         structs.replace(wish, room=1 << 40),
         structs.replace(wish, used=100),
-        structs.replace(wish, of=tuple(structs.replace(member, rank=rank) for rank in range(1, 300))),
-        structs.replace(wish, of=wish.of[:1], blocks=4),
+        structs.replace(wish, members=tuple(structs.replace(member, rank=rank) for rank in range(1, 300))),
+        structs.replace(wish, members=wish.members[:1], blocks=4),
     ):
         with pytest.raises(PullFailed):
             making.make(bad, stripe.memory(wish.bytes), [stripe.shards[rank] for rank in (1, 2, 3, 4)], Event())

@@ -53,9 +53,9 @@ class Agent:
             launches,
             lambda attach, view: self.views.append(attach.lost),
             lambda: None,
-            first=lambda: asyncio.sleep(0),
-            costs=lambda dead: False,
-            hold=lambda epoch: setattr(self, "held", bool(epoch)),
+            wait_until_ready=lambda: asyncio.sleep(0),
+            would_lose_state=lambda dead: False,
+            hold_ranks=lambda epoch: setattr(self, "held", bool(epoch)),
         )
 
     def send(self, host: str, message: Any) -> bool:

@@ -105,7 +105,7 @@ def test_the_directory_comes_once_and_the_digest_later() -> None:
 def test_what_is_not_kept(host: str, changes: dict[str, Any]) -> None:
     outlines = kept(Here())
     outlines.on_outline(host, outline(**changes))
-    assert outlines.find("default", 2, Stamp(3, 7)) is None and not outlines.list_orphans({"n3", "n4"})
+    assert outlines.find("default", 2, Stamp(3, 7)) is None and not outlines.list_without_holders({"n3", "n4"})
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_what_is_told_when_the_slot_is_complete_comes_with_its_digest() -> None:
 def test_orphans_are_shards_whose_holders_are_all_dead() -> None:
     outlines = kept(Here())
     outlines.on_outline("n3", outline())
-    assert not outlines.list_orphans({"n3"}) and not outlines.list_orphans({"n2", "n4"})
-    assert outlines.list_orphans({"n3", "n4"}) == [("default", 2)]
+    assert not outlines.list_without_holders({"n3"}) and not outlines.list_without_holders({"n2", "n4"})
+    assert outlines.list_without_holders({"n3", "n4"}) == [("default", 2)]
 
 
 def test_messages_have_bounds() -> None:

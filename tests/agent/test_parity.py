@@ -67,7 +67,7 @@ class Rank:
         n, blocks = self.world, self.welcome.parity
         of = tuple((other, (other + self.shift) % n) for other in range(n) if other != self.rank)
         size = blocks * parity.compute_block_bytes(SIZE, n, blocks)
-        return local.Register("default", self.rank, n, self.home, size, of=of, passed=passed)
+        return local.Register("default", self.rank, n, self.home, size, members=of, passed=passed)
 
     def begin(self, version: int) -> int:
         begun = self.caller.ask(local.BeginVersion("default", self.rank, version))
@@ -187,7 +187,7 @@ class Site:
     def parity(self, rank: int) -> set[tuple[str, int]]:
         """State and version of the slots beside a rank's shard."""
         held = self.job.inspect(self.job.nodes[rank]).held
-        return {(s.state, s.stamp[1] if s.stamp else 0) for s in held if s.of and s.rank == rank}
+        return {(s.state, s.stamp[1] if s.stamp else 0) for s in held if s.members and s.rank == rank}
 
     def push(self, rank: int, holder: int, **changes: int) -> Push:
         """As the agent of a rank's home, to another node's."""
@@ -443,7 +443,7 @@ def test_stripes_that_cannot_be(site: Site) -> None:
         (((1, 0), (2, 2)), "no stripe"),
     ]:
         with case(of):
-            reply = site.ranks[0].caller.ask(local.Register("default", 0, 3, 0, 8192, of=of))
+            reply = site.ranks[0].caller.ask(local.Register("default", 0, 3, 0, 8192, members=of))
             assert isinstance(reply, local.Error) and why in reply.error
 
 

@@ -56,7 +56,7 @@ class Holder:
         return pull.Source(self.name, "127.0.0.1", port, client, COPY.stamp)
 
     async def _call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = await accept(reader, writer, lambda _: "", host=self.name, restart=lambda: 0, instance="j")
+        link = await accept(reader, writer, lambda _: "", host=self.name, read_restart=lambda: 0, instance="j")
         await pull_source.serve(link, self._pool, self._find)
 
     def _find(self, ask: peer.PullAsk) -> tuple[Copy, Memfd] | bool:
@@ -279,7 +279,7 @@ def test_stopped(holders: Holders, monkeypatch: pytest.MonkeyPatch) -> None:
         holders.fetch(stop=stop)
 
 
-def test_questions_that_cannot_be(holders: Holders) -> None:
+def test_query_server_that_cannot_be(holders: Holders) -> None:
     source = holders.add().source
     for start, end in ((5, 5), (0, USED + 1), (9, 8)):
         link = BlockingLink.connect("127.0.0.1", source.port, holders.all[0].source.client)

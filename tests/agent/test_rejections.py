@@ -37,7 +37,7 @@ class Agent:
         membership = Membership()
         membership.incarnation = Incarnation(attach, view, mesh, rounds, unused)
         context = made_context(membership, log=self.log)
-        self.keeps = NamedVersions(context, pledges, self.rejections, cast(Any, self.tier), wanted=lambda: None)
+        self.keeps = NamedVersions(context, pledges, self.rejections, cast(Any, self.tier), on_waiting=lambda: None)
 
     def send(self, host: str, message: Any) -> bool:
         self.sent.append((host, message))
@@ -72,9 +72,9 @@ def test_three_times_and_then_only_anew(tmp_path: Path) -> None:
         assert agent.reject(20 - number) == ""
         agent.epoch += 1
     assert "3 earlier versions were rejected too" in agent.reject(5) and len(agent.rejections.all) == MOST
-    assert not agent.rejections.is_rejected("default", Stamp(2, 5)) and not agent.rejections.may_begin_anew("default")
+    assert not agent.rejections.is_rejected("default", Stamp(2, 5)) and not agent.rejections.may_start_over("default")
     assert agent.reject(5, fresh=True) == ""
-    assert agent.rejections.is_rejected("default", Stamp(1, 1)) and agent.rejections.may_begin_anew("default")
+    assert agent.rejections.is_rejected("default", Stamp(1, 1)) and agent.rejections.may_start_over("default")
     assert not agent.rejections.is_rejected("default", Stamp(agent.epoch + 1, 1)), "what begins anew is none of it"
 
 

@@ -37,7 +37,7 @@ SEALED, DIGEST = Stamp(1, 5), "0" * 32
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"REACH_S": 0.2, "MUSTER_S": 0.5, "ASKED_S": 0.5, "AGAIN_S": 0.05, "LOST_S": 0.4}
+    times = {"REACH_S": 0.2, "COLLECT_S": 0.5, "ASKED_S": 0.5, "AGAIN_S": 0.05, "LOST_S": 0.4}
     for name, value in times.items():
         monkeypatch.setattr(salvage_rules, name, value)
     monkeypatch.setattr(salvage, "_TICK_S", 0.01)

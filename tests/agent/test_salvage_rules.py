@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from gemini_hpc.agent.tier import salvage_events as events
-from gemini_hpc.agent.tier.salvage_rules import ASKED_S, LOST_S, MUSTER_S, SalvageRules
+from gemini_hpc.agent.tier.salvage_rules import ASKED_S, COLLECT_S, LOST_S, SalvageRules
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored
@@ -141,7 +141,7 @@ class World:
             noderanks={"a": 0, "b": 1, "c": 2},
             own=peer.SalvageHave((peer.Sealed(SET, SEALED, 3),), held),
             unwanted=False,
-            rejected=lambda name, stamp: False,
+            is_rejected=lambda name, stamp: False,
             detached=True,
             attempt=1000 * self.agents[host].run + len(host),
         )
@@ -192,7 +192,7 @@ def lead() -> tuple[World, SalvageRules]:
     """`a` leads and waits for what the others have."""
     world = World(may_begin=set(), faults=0)
     world.happens("a", events.Begin())
-    assert world.doing["a"] == [events.Settle(1, MUSTER_S)] and world.agents["a"].leads
+    assert world.doing["a"] == [events.Settle(1, COLLECT_S)] and world.agents["a"].leads
     return world, world.agents["a"]
 
 
@@ -242,7 +242,7 @@ def test_a_leader_that_is_not_heard_is_followed_no_more() -> None:
     [settle, *_] = [
         e for e in agent.step(events.Reached(agent.run, "a", False), facts, 113.0) if isinstance(e, events.Settle)
     ]
-    assert agent.leads and settle.stalled_s == MUSTER_S
+    assert agent.leads and settle.stalled_s == COLLECT_S
 
 
 def test_a_follower_that_has_lost_the_end_on_its_way_asks_for_it() -> None:

@@ -31,10 +31,10 @@ FACTS = events.SaveFacts(
     interval_s=10.0,
     before_end_s=0.0,
     flushes=True,
-    rejected=lambda name, stamp: False,
+    is_rejected=lambda name, stamp: False,
     any_rejected=False,
-    names=lambda name, stamp: {},
-    through=lambda name: 0,
+    find_names=lambda name, stamp: {},
+    count_written_bytes=lambda name: 0,
     attempt=1,
 )
 
@@ -280,7 +280,7 @@ def test_an_automatic_interval_follows_from_the_last_saves() -> None:
 
 @pytest.mark.parametrize(
     "others",
-    [{"tier": False}, {"epoch": 2}, {"rejected": lambda name, stamp: True}],
+    [{"tier": False}, {"epoch": 2}, {"is_rejected": lambda name, stamp: True}],
 )
 def test_what_is_not_to_be_saved(others: dict[str, object]) -> None:
     saves = SaveRules()
@@ -333,7 +333,7 @@ def test_a_save_that_does_not_come_to_an_end_is_given_up() -> None:
 
 def test_what_is_wanted_for_good_goes_first() -> None:
     saves, order, facts = begun(5)
-    wish = replace(sealed(8, attempt=2), names=lambda name, stamp: {"best": 7} if stamp.version >= 7 else {})
+    wish = replace(sealed(8, attempt=2), find_names=lambda name, stamp: {"best": 7} if stamp.version >= 7 else {})
     [again] = saves.step(events.Keep(SET), wish, 1.0)
     assert isinstance(again, events.Order) and again.message.stamp == (1, 8)
     assert saves.step(events.Keep(SET), wish, 2.0) == [], "it is on its way"
@@ -378,7 +378,7 @@ def test_a_node_below_waits_for_the_roots_word(dead: bool) -> None:
 def test_what_gets_on_is_waited_for_before_a_salvage_and_what_does_not_is_given_up() -> None:
     saves, _, facts = begun()
     written = [0]
-    facts = replace(facts, through=lambda name: written[0], salvaging=True)
+    facts = replace(facts, count_written_bytes=lambda name: written[0], salvaging=True)
     assert saves.step(events.Settle(1, 10.0), facts, 0.0) == []
     for at in (9.0, 18.0, 27.0):
         written[0] += 1

@@ -123,7 +123,7 @@ def test_steps_after_the_version_that_is_taken_are_known() -> None:
     assert taken(PredecessorState(17)).stop == peer.Stop()
 
 
-def heir(found: PredecessorState, stored: list[VersionManifest] | None = None) -> Alone:
+def successor(found: PredecessorState, stored: list[VersionManifest] | None = None) -> Alone:
     """The agent of a job on one node that goes on from job 17."""
     host = Alone("n0", after=17)
     host.left, host.stored = found, stored
@@ -131,19 +131,19 @@ def heir(found: PredecessorState, stored: list[VersionManifest] | None = None) -
 
 
 def test_the_first_round_asks_the_predecessor() -> None:
-    host = heir(left(), [])
+    host = successor(left(), [])
     plan = host.plan()
     assert host.asked == 1 and plan.trainings[0].chosen == Stamp(0, 8) and not plan.unseen
 
 
 def test_a_tier_that_cannot_be_seen_is_waited_for_unless_memory_serves() -> None:
-    assert heir(left()).plan().trainings[0].chosen == Stamp(0, 8)
-    plan = heir(PredecessorState(17, why="nobody")).plan()
+    assert successor(left()).plan().trainings[0].chosen == Stamp(0, 8)
+    plan = successor(PredecessorState(17, why="nobody")).plan()
     assert plan.unseen == "not mounted" and plan.takeover is not None and plan.takeover.lost == "nobody"
 
 
 def test_versions_that_cannot_be_read_are_passed_over() -> None:
-    host = heir(PredecessorState(17), [manifest(NEW, 3), manifest(OLD, 3)])
+    host = successor(PredecessorState(17), [manifest(NEW, 3), manifest(OLD, 3)])
     host.record = peer.InventoryRecord(
         "n0", {"n0": 0}, 0, 1, (), (), 1, "i", unreadable=(("default", Stamp(0, 8)),), unbroken=True
     )
@@ -153,7 +153,7 @@ def test_versions_that_cannot_be_read_are_passed_over() -> None:
 
 
 def test_what_is_its_own_goes_first() -> None:
-    host = heir(left(), [])
+    host = successor(left(), [])
     own = Copy("default", 0, 1, 0, 8192, 5000, Stamp(1, 3), "x")
     host.record = peer.InventoryRecord("n0", {"n0": 0}, 0, 1, (own,), (), 1, "i", unbroken=True)
     assert host.plan().trainings[0].chosen == Stamp(1, 3) and host.asked == 0

@@ -84,7 +84,7 @@ def train(tree: StateTree) -> ParsedSlot:
     def fill(area: memoryview) -> None:
         for piece in manifest.pieces:
             data = leaves[piece.row].tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            area[piece.at : piece.at + data.numel()] = data.numpy().tobytes()
+            area[piece.start : piece.start + data.numel()] = data.numpy().tobytes()
 
     return shard(manifest, fill, bytes(tree.pack_small(odd, [], 1).data), Stamp(1, 4))
 

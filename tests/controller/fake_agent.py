@@ -117,7 +117,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer,
             lambda g: "" if g.uid in (0, os.getuid()) else "not yours",
             host=HOST,
-            restart=lambda: RESTART,
+            read_restart=lambda: RESTART,
             instance=INSTANCE,
         )
         while True:

@@ -36,7 +36,7 @@ def test_it_outlives_the_controller(kept: Lemons, tmp_path: Path) -> None:
     kept.add_visit("n3", "unhealthy", 8, "the health check is red")
     again = Lemons(str(tmp_path), 30)
     assert (again.count_visits("n2"), again.count_visits("n3"), again.count_visits("n1")) == (2, 1, 0)
-    assert [(row.host, row.count, row.what) for row in again.list_rows(("n1", "n3", "n2"))] == [
+    assert [(row.host, row.count, row.kinds) for row in again.list_rows(("n1", "n3", "n2"))] == [
         ("n2", 2, ("fenced", "fenced")),
         ("n3", 1, ("unhealthy",)),
     ]
@@ -48,7 +48,7 @@ def test_it_ages_out(kept: Lemons, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     kept.add_visit("n2", "unhealthy", 8, "the health check is red")
     assert kept.count_visits("n2") == 2
     later(monkeypatch, 31)
-    assert kept.count_visits("n2") == 1 and Lemons(str(tmp_path), 30).list_rows(("n2",))[0].what == ("unhealthy",)
+    assert kept.count_visits("n2") == 1 and Lemons(str(tmp_path), 30).list_rows(("n2",))[0].kinds == ("unhealthy",)
     later(monkeypatch, 99)
     assert not kept.list_rows(("n2",)) and Lemons(str(tmp_path), 30).count_visits("n2") == 0
 
@@ -115,6 +115,6 @@ def test_inspect_shows_those_of_the_job(kept: Lemons) -> None:
     slurm = {"state": "RUNNING", "nodes": "n1,n2"}
     document = build_inspect_document(9, [], [], slurm, (), "controller", time.time(), kept.list_rows(("n1", "n2")))
     [row] = document["lemons"]
-    assert (row["host"], row["count"], row["what"]) == ("n2", 2, ["fenced", "failed"])
+    assert (row["host"], row["count"], row["kinds"]) == ("n2", 2, ["fenced", "failed"])
     assert "n2 had 2 incidents lately: failed, fenced" in render(document)
     assert "of another job" not in str(document)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemini_hpc.controller.progress import count_barren
+from gemini_hpc.controller.progress import count_without_progress
 from gemini_hpc.wire.inspect_schema import EventRecord
 
 
@@ -37,5 +37,5 @@ def test_lives_that_led_nowhere() -> None:
     ]
     for case in cases:
         events, since, expected = case
-        assert count_barren(events, since) == expected, case
-        assert count_barren(reversed(events), since) == expected, case
+        assert count_without_progress(events, since) == expected, case
+        assert count_without_progress(reversed(events), since) == expected, case

@@ -257,7 +257,7 @@ def _made(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> i
     def beside(rank: int, version: int) -> CopyInfo:
         others = sorted(here.list_receivers(rank))
         of = tuple(Member(other, other, 1 << 16, 9000, f"{other} {version}") for other in others)
-        return CopyInfo("", rank, N, rank, 1 << 16, 9000, Stamp(0, version), f"p{rank} {version}", of=of)
+        return CopyInfo("", rank, N, rank, 1 << 16, 9000, Stamp(0, version), f"p{rank} {version}", members=of)
 
     inventories = {}
     for host, node in noderanks.items():

@@ -48,4 +48,4 @@ def test_places_are_aligned_and_apart() -> None:
         TensorRow("model.s", "float32", (), True, "cpu"),
     )
     pieces = place_boxes(rows, [(0, (0, 0), (4, 3)), (1, (0,), (5,)), (0, (0, 0), (0, 3)), (2, (), ())])
-    assert [p.at for p in pieces] == [0, 64, 128]
+    assert [p.start for p in pieces] == [0, 64, 128]

@@ -21,7 +21,7 @@ def folded(into: bytearray, folds: list[ParityTerm], shards: dict[int, bytes], p
     for fold in folds:
         source = (parities if fold.parity else shards)[fold.rank]
         for index, byte in enumerate(source[fold.start : fold.end]):
-            into[fold.at + index] ^= gf256.multiply(byte, fold.by)
+            into[fold.offset + index] ^= gf256.multiply(byte, fold.factor)
     return bytes(into)
 
 
@@ -117,7 +117,7 @@ def test_one_more_than_m_is_too_many() -> None:
 def test_with_one_block_all_is_exclusive_or() -> None:
     stripe, lengths = Stripe((0, 1, 2, 3)), dict.fromkeys(range(4), 30_000)
     decoding = stripe.derive_decoding(2, lengths, {0, 1, 3}, dict.fromkeys((0, 1, 3), 0))
-    assert {fold.by for fold in (*stripe.derive_encoding(2, lengths), *decoding)} == {1}
+    assert {fold.factor for fold in (*stripe.derive_encoding(2, lengths), *decoding)} == {1}
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 1 << 40), st.data())
@@ -127,7 +127,7 @@ def test_a_share_is_the_part_in_order(members: int, blocks: int, used: int, data
     start, end = stripe.find_part(rank, holder, used)
     at = start
     for fold in stripe.derive_share(rank, holder, used, 1 << 41):
-        assert fold.start == at and fold.by
+        assert fold.start == at and fold.factor
         at = fold.end
     assert at == end
 

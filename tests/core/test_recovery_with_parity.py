@@ -37,7 +37,7 @@ def parity_of(rank: int, stamp: Stamp, N: int, n: int, blocks: int = 1) -> Copy:
     room = max(stripe.compute_block_bytes(m.bytes) for m in of)
     length = stripe.compute_parity_bytes(rank, {m.rank: m.used for m in of}, room)
     digest = f"p{rank}@{stamp}"
-    return Copy("", rank, N, rank, blocks * room, length, stamp, digest, of=of, blocks=blocks, room=room)
+    return Copy("", rank, N, rank, blocks * room, length, stamp, digest, members=of, blocks=blocks, room=room)
 
 
 def job(
@@ -80,10 +80,10 @@ def test_a_lost_nodes_shard_and_parity_are_made_by_its_replacement(N: int, data:
     again, new = found.made
     assert (again.dest_host, again.copy) == ("new", shard(lost, FIVE, N))
     others = set(Redundancy(N, n, parity=1).list_receivers(lost))
-    assert {c.rank for _, c in again.parts if c.of} == others
-    assert {c.rank for _, c in again.parts if not c.of} == (others if len(others) > 1 else set())
+    assert {c.rank for _, c in again.parts if c.members} == others
+    assert {c.rank for _, c in again.parts if not c.members} == (others if len(others) > 1 else set())
     assert all(host == f"n{c.rank}" for host, c in (*again.parts, *new.parts))
-    assert new.dest_host == "new" and {m.rank for m in new.copy.of} == others == {c.rank for _, c in new.parts}
+    assert new.dest_host == "new" and {m.rank for m in new.copy.members} == others == {c.rank for _, c in new.parts}
     assert structs.replace(new.copy, digest=f"p{lost}@{FIVE}") == parity_of(lost, FIVE, N, n)
 
 
@@ -97,7 +97,7 @@ def test_as_many_lost_nodes_as_there_are_blocks_are_made_again(N: int, data: st.
     new = [f"x{node}" for node in lost]
     found = planned(inventories, [*new, *inventories], n, blocks)
     assert (found.outcome, found.chosen, found.sealed, found.pulls) == ("chosen", FIVE, FIVE, ())
-    shards = {made.copy.rank: made for made in found.made if not made.copy.of}
+    shards = {made.copy.rank: made for made in found.made if not made.copy.members}
     assert [made.copy for _, made in sorted(shards.items())] == [shard(node, FIVE, N) for node in lost]
     for made in shards.values():
         assert made.dest_host == f"x{lost[0]}" or made.dest_host in new
@@ -141,7 +141,7 @@ def test_a_version_of_which_one_parity_is_missing_cannot_be_made() -> None:
     inventories = job(4, 4, (FIVE, SIX), FIVE)
     del inventories["n1"]
     inventories["n2"] = replace(
-        inventories["n2"], copies=tuple(c for c in inventories["n2"].copies if not (c.of and c.stamp == SIX))
+        inventories["n2"], copies=tuple(c for c in inventories["n2"].copies if not (c.members and c.stamp == SIX))
     )
     found = planned(inventories, ["n0", "new", "n2", "n3"], 4)
     assert (found.chosen, found.keep) == (FIVE, (FIVE,))
@@ -151,7 +151,7 @@ def test_a_parity_that_is_missing_is_made_where_all_shards_are() -> None:
     inventories = job(3, 3)
     inventories["n1"] = replace(inventories["n1"], copies=(shard(1, FIVE, 3),))
     [made] = planned(inventories, hosts(3), 3).made
-    assert made.dest_host == "n1" and made.copy.of == parity_of(1, FIVE, 3, 3).of
+    assert made.dest_host == "n1" and made.copy.members == parity_of(1, FIVE, 3, 3).members
 
 
 def test_a_parity_of_more_members_than_can_be_is_left_out() -> None:
@@ -159,13 +159,13 @@ def test_a_parity_of_more_members_than_can_be_is_left_out() -> None:
     inventories = job(3, 3)
     del inventories["n0"]
     bad = parity_of(1, FIVE, 3, 3)
-    many = tuple(structs.replace(bad.of[0], rank=rank) for rank in (0, *range(2, 300)))
-    copies = (shard(1, FIVE, 3), structs.replace(bad, of=many, world=400))
+    many = tuple(structs.replace(bad.members[0], rank=rank) for rank in (0, *range(2, 300)))
+    copies = (shard(1, FIVE, 3), structs.replace(bad, members=many, world=400))
     inventories["n1"] = replace(inventories["n1"], copies=copies)
     found = plan_recovery(inventories, ["new", "n1", "n2"], 3, parity=1)
     made = found.find_training_plan("")
     assert made is None or made.outcome != "chosen"
-    short = structs.replace(bad, of=bad.of[:1], blocks=2)
+    short = structs.replace(bad, members=bad.members[:1], blocks=2)
     inventories["n1"] = replace(inventories["n1"], copies=(shard(1, FIVE, 3), short))
     assert planned(inventories, ["new", "n1", "n2"], 3).outcome == "lost"
 
@@ -175,14 +175,14 @@ def test_a_parity_that_says_something_else_is_not_used() -> None:
         inventories = job(3, 3)
         del inventories["n0"]
         bad = parity_of(1, FIVE, 3, 3)
-        first, second = bad.of
+        first, second = bad.members
         wrong = {
             "another digest": (first, structs.replace(second, digest="other")),
             "twice the same": (first, first),
             "its own": (first, structs.replace(second, rank=1)),
             "of no such rank": (first, structs.replace(second, rank=7)),
         }[of]
-        copies = (shard(1, FIVE, 3), structs.replace(bad, of=wrong))
+        copies = (shard(1, FIVE, 3), structs.replace(bad, members=wrong))
         inventories["n1"] = replace(inventories["n1"], copies=copies)
         assert planned(inventories, ["new", "n1", "n2"], 3).outcome == "lost", of
 

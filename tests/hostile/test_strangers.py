@@ -39,11 +39,11 @@ def test_another_user_is_not_served(site: Site) -> None:
 def test_heirs_that_are_none(site: Site) -> None:
     """Who says that his job takes over what this one has left: of another user, too early, or for something else."""
     other = site.job.id + 1
-    reads = {p: {"purpose": p, "heir": other} for p in ("inventory", "pull", "taken")}
-    more = {p: {"purpose": p, "heir": other} for p in ("link", "push", "wake", "control", "")}
+    reads = {p: {"purpose": p, "successor": other} for p in ("inventory", "pull", "taken")}
+    more = {p: {"purpose": p, "successor": other} for p in ("link", "push", "wake", "control", "")}
     with Steady(site):
         early = site.attack("call", "alice", calls=reads)
-        others = site.attack("call", "alice", calls=more | {"itself": {"purpose": "pull", "heir": site.job.id}})
+        others = site.attack("call", "alice", calls=more | {"itself": {"purpose": "pull", "successor": site.job.id}})
         bobs = site.attack("call", "bob", calls=reads | more)
     assert set(early.values()) == {"HandshakeError: refused: the job still runs"}, early
     assert set(others.values()) == {"HandshakeError: refused: not from a node of this job, as this agent knows it"}, (

@@ -103,9 +103,9 @@ def sealed_by_some() -> None:
         self.voted |= self._own.vote.complete
         ballot = self._merge_ballots()
         if self._root is None:
-            if ballot != self._sent and self._up is not None:
+            if ballot != self._sent and self._send_up is not None:
                 self._sent = ballot
-                self._up(ballot)
+                self._send_up(ballot)
             return
         self._root.record_vote("job", ballot.vote)
         self.on_decision(self._root.decide(), ballot.degraded)
@@ -338,7 +338,7 @@ def no_outlines() -> None:
 @live
 def only_who_keeps_outlines() -> None:
     """Rescue: what other living ranks were about to save is left where it is."""
-    patch(Rescue, "_list_affected_trainings", lambda self: sorted({key[0] for key in self._list_orphans()}))
+    patch(Rescue, "_list_affected_trainings", lambda self: sorted({key[0] for key in self._list_without_holders()}))
 
 
 @live

@@ -193,7 +193,7 @@ class Truth:
             if one.chosen is None or Stamp(*one.chosen) <= self.sealed.get(one.chosen[0], _NEVER):
                 continue
             found: dict[Stamp, set[int]] = {}
-            for copy in (c for record in records for c in record.copies if c.training == one.name and not c.of):
+            for copy in (c for record in records for c in record.copies if c.training == one.name and not c.members):
                 stamp = Stamp(*copy.stamp)
                 if stamp < Stamp(*one.chosen) and stamp <= self.sealed.get(stamp.epoch, _NEVER):
                     found.setdefault(stamp, set()).add(copy.rank)

@@ -379,7 +379,7 @@ class Rank:
         others = self._receivers
         of = tuple((rank, home) for rank, home in sorted(self.barrier.homes.items()) if home in others)
         size = self._blocks * parity.compute_block_bytes(self._bytes, len(of) + 1, self._blocks)
-        return local.Register(SET, self.rank, self.size, self._node_rank, size, of=of, passed=passed)
+        return local.Register(SET, self.rank, self.size, self._node_rank, size, members=of, passed=passed)
 
     def _protect_beside(self) -> None:
         """In a thread of its own."""

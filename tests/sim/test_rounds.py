@@ -50,8 +50,8 @@ _LONG = [(3, 60_000, 60), (4, 40_000, 80), (7, 40_000, 120), (15, 8_000, 250), (
 @pytest.fixture
 def never_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A plan that is not acknowledged is never given up: what mends everything in the end is to hide nothing."""
-    monkeypatch.setattr(recovery_round, "ANEW_S", math.inf)
-    monkeypatch.setattr(recovery_round, "ANEW_MOST_S", math.inf)
+    monkeypatch.setattr(recovery_round, "NEXT_ROUND_S", math.inf)
+    monkeypatch.setattr(recovery_round, "NEXT_ROUND_MOST_S", math.inf)
     yield
 
 
@@ -183,7 +183,7 @@ def test_a_plan_that_an_agent_of_an_earlier_version_never_acknowledges_is_given_
 
     for seed in range(2000):
         with monkeypatch.context() as patch:
-            patch.setattr(recovery_round, "ANEW_S", math.inf)
+            patch.setattr(recovery_round, "NEXT_ROUND_S", math.inf)
             old = Cluster(3, seed, rounds=AsBefore)
             try:
                 old.run(25)

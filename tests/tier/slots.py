@@ -74,7 +74,7 @@ def make(
         data = bytes(size) if row.dtype == "bool" else dice.bytes(size)
         if row.dtype in ("float32", "float64", "bfloat16"):  # numbers, that equal themselves
             data = (dice.integers(0, 64, size, dtype=np.uint8)).tobytes()
-        at = layout.tensor_offset + piece.at
+        at = layout.tensor_offset + piece.start
         memory[at : at + size] = data
         values[row.key, piece.offset] = data
     return Slot(memory, used, values, manifest)

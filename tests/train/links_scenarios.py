@@ -125,7 +125,7 @@ def versions(site: Site, plan: list[dict[str, Any]]) -> None:
         box = site.links.build_outbox(1)
         for number, v in enumerate(plan, 1):
             assert send_version(box, number, v["seed"], v["sizes"], v["ahead"]) == v["accept"]
-        box.say_goodbye()
+        box.announce_end()
     elif site.rank == 1:
         inbox = site.links.build_inbox(0)
         for number, v in enumerate(plan, 1):
@@ -189,7 +189,7 @@ def ring(site: Site, count: int) -> None:
     def give() -> None:
         for version in range(1, count + 1):
             assert send_version(box, version, 100 * version + site.rank, sizes, 3) == (version % 3 != 0)
-        box.say_goodbye()
+        box.announce_end()
 
     def take() -> None:
         for version in range(1, count + 1):
@@ -263,7 +263,7 @@ def interrupted(site: Site, waiting: str) -> None:
         links.interrupt()
         blocked.breaks()
         links.interrupt()
-        for call in (inbox.receive_head, lambda: box.offer(Head(1, 9, 9, (9,))), box.say_goodbye):
+        for call in (inbox.receive_head, lambda: box.offer(Head(1, 9, 9, (9,))), box.announce_end):
             Doing(call).breaks()
         tell(1)
     elif site.rank == 1:

@@ -14,7 +14,7 @@ import gemini_hpc as gemini
 from gemini_hpc.core import pace
 from gemini_hpc.core.spans import Op, Trace
 from gemini_hpc.train.schedule import capture_cost
-from gemini_hpc.train.schedule.capture_cost import CaptureCost, find_dearest
+from gemini_hpc.train.schedule.capture_cost import CaptureCost, find_costliest
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import IntervalController
 from gemini_hpc.train.schedule.overhead_monitor import subtract_capture
@@ -114,8 +114,8 @@ class Fails:
 def test_what_takes_most_of_it_is_named() -> None:
     large = SimpleNamespace(state_dict=lambda: {"average": torch.zeros(1 << 22)}, load_state_dict=id)
     stateful: Any = {"scheduler.0": large, "extra.replay": Replay(20_000), "extra.fails": Fails()}
-    assert find_dearest(stateful, 1e-3) == "extra.replay", "large tensors are captured beside the training"
-    assert find_dearest(stateful, 1e3) == find_dearest({}, 1e-3) == ""
+    assert find_costliest(stateful, 1e-3) == "extra.replay", "large tensors are captured beside the training"
+    assert find_costliest(stateful, 1e3) == find_costliest({}, 1e-3) == ""
 
 
 # ---- how often versions are saved where no traffic is planned ------------------------------------------
@@ -135,7 +135,7 @@ class Paced:
             Pacer(1 << 20, 4),
             SimpleNamespace(send_summary=lambda state, now: state()),  # type: ignore[arg-type]
             transport="none",
-            dearest=lambda seconds: "extra.replay",
+            find_costliest=lambda seconds: "extra.replay",
         )
 
     def run(self, iterations: int, length_s: float, capture_s: float) -> list[int]:

@@ -472,7 +472,7 @@ def pieces(capture: Capture, area: torch.Tensor, key: str) -> torch.Tensor:
         view = out
         for dim, (start, length) in enumerate(zip(p.offset, p.size, strict=True)):
             view = view.narrow(dim, start, length)
-        view.copy_(area[p.at : p.at + manifest.count_bytes(p)].view(torch.float32).view(p.size))
+        view.copy_(area[p.start : p.start + manifest.count_bytes(p)].view(torch.float32).view(p.size))
     return out
 
 

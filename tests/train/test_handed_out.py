@@ -113,7 +113,7 @@ def test_an_export_has_the_names_of_torch() -> None:
 def test_what_another_programs_checkpoint_does_not_bring_is_told(tmp_path: Path) -> None:
     model = nn.Sequential(Scaled())
     torch.save({name: value for name, value in model.state_dict().items() if "extra" not in name}, tmp_path / "f")
-    assert start.load(tree_of(model), str(tmp_path / "f"), "default", 0, 1).what.endswith(
+    assert start.load(tree_of(model), str(tmp_path / "f"), "default", 0, 1).description.endswith(
         "; not read: model.0._extra_state"
     )
 

@@ -11,7 +11,7 @@ MB = 1 << 20
 
 
 def send(meter: LinkMeter, megabytes: int, rate: float, *, beside: bool = False) -> None:
-    meter.record_send(10.0, beside=beside)
+    meter.record_send(10.0, shared=beside)
     meter.record_ack(megabytes * MB, 10.0 + megabytes * MB / rate)
 
 
@@ -39,7 +39,7 @@ def test_a_period_is_beside_the_training_if_one_of_its_chunks_is() -> None:
     for _ in range(2):
         send(meter, 2, 1e8)
         meter.record_send(20.0)
-        meter.record_send(20.1, beside=True)
+        meter.record_send(20.1, shared=True)
         meter.record_ack(MB, 20.5)
         meter.record_ack(MB, 21.0)
     assert pytest.approx(1e8) == meter.B

@@ -359,9 +359,9 @@ def test_a_training_that_pauses_while_it_is_profiled_has_its_version_sent(
     pacer = _profiled(make, played, *steps)
     pacer.wait_for_turn(0, PROBE_BYTES, SIZE, lambda: 0)
     assert last + 0.3 + after_s < played.now < last + 0.3 + after_s + 0.1
-    assert pacer.strayed and not pacer.spilled_bytes
+    assert pacer.used_pause and not pacer.spilled_bytes
     pacer.begin_iteration(20)
-    assert not pacer.strayed, "the next iteration is as good for the profile as any"
+    assert not pacer.used_pause, "the next iteration is as good for the profile as any"
 
 
 def test_traffic_ends_such_a_pause(make: Make) -> None:

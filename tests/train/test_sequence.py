@@ -217,7 +217,7 @@ def test_a_resume_says_whether_it_has_the_end(version: int, end: str) -> None:
     """The last version may have had no time to be sealed before close()."""
     said: list[str] = []
     session: Any = SimpleNamespace(
-        welcome=SimpleNamespace(closed=6), version=version, _what="training", name="default", say_once=said.append
+        welcome=SimpleNamespace(closed=6), version=version, _subject="training", name="default", say_once=said.append
     )
     RankSession.report_closed(session)
     assert len(said) == 1 and f"was closed at version 6 by an earlier start, and {end}. If the script" in said[0]

@@ -227,7 +227,7 @@ def test_checkpoints_of_others(tmp_path: Path, form: str) -> None:
     for name, tensor in net.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     if form == "bare":
-        assert not its.state and " 0 of the optimizer" in found.what
+        assert not its.state and " 0 of the optimizer" in found.description
         return
     wanted, have = optimizer.state_dict()["state"], its.state_dict()["state"]
     assert have.keys() == wanted.keys()
@@ -338,7 +338,7 @@ def test_a_damaged_version_is_passed_over(tmp_path: Path) -> None:
     newer.mkdir()
     (newer / version.MANIFEST).write_text("{")
     found = start.load(tree, str(tmp_path), "default", 0, 1)
-    assert found.version == 4 and f"skipped: {newer}/manifest.json" in found.what
+    assert found.version == 4 and f"skipped: {newer}/manifest.json" in found.description
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def enveloped(credential: bytes) -> bytes:
 def test_greetings_that_cannot_be(fake: FakeMunge) -> None:
     changes: list[tuple[str, Sequence[object]]] = [
         *(("least", ["2"]), ("nonce", [b"", b"x" * 17]), ("share", [b"", b"x" * 31]), ("restart", [-1])),
-        *(("job", [-1, 1 << 32, "7"]), ("heir", [-1, 1 << 32, "7", None]), ("source", [None]), ("purpose", [3])),
+        *(("job", [-1, 1 << 32, "7"]), ("successor", [-1, 1 << 32, "7", None]), ("source", [None]), ("purpose", [3])),
     ]
     for field, value in [(field, value) for field, values in changes for value in values]:
         hello = msgspec.to_builtins(client()._hello, builtin_types=(bytes,)) | {field: value}

@@ -96,9 +96,9 @@ def meet(caller: Scheme, server: Scheme, **changes: object) -> tuple[LinkSession
         (controller, agent, {"purpose": "query"}, (ALICE, SLURM)),
         (tickets, controller, {"server_uid": SLURM, "purpose": "query"}, (SLURM, ALICE)),
         (tickets, agent, {"purpose": "flush"}, (ALICE, ALICE)),
-        (lambda: agent(8, ALICE, JOB), agent, {"purpose": "pull", "heir": 8}, (ALICE, ALICE)),
+        (lambda: agent(8, ALICE, JOB), agent, {"purpose": "pull", "successor": 8}, (ALICE, ALICE)),
     ],
-    ids=["peers", "agent-controller", "root-controller", "root-agent", "slurm-agent", "user", "owner", "heir"],
+    ids=["peers", "agent-controller", "root-controller", "root-agent", "slurm-agent", "user", "owner", "successor"],
 )
 def test_both_ends_know_each_other(
     caller: Callable[[], Scheme], server: Callable[[], Scheme], changes: dict[str, object], uids: tuple[int, int]

@@ -28,7 +28,7 @@ class Server:
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            link = await accept(reader, writer, lambda _: "", host="n2", restart=lambda: 1, instance="i2")
+            link = await accept(reader, writer, lambda _: "", host="n2", read_restart=lambda: 1, instance="i2")
             self.said.append("link")
             await asyncio.sleep(0.1)
             link.abort()

@@ -58,7 +58,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None] |
 
 
 async def _agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await accept(reader, writer, lambda _: "", host="n2", restart=lambda: 1, instance="i2")
+    await accept(reader, writer, lambda _: "", host="n2", read_restart=lambda: 1, instance="i2")
 
 
 async def _silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -23,15 +23,17 @@ class Log(Protocol):
 class EventLog:
     """An agent's log of the job's events."""
 
-    def __init__(self, node: str, restart: Callable[[], int], line: Callable[[float, str, int, str], None]) -> None:
+    def __init__(
+        self, node: str, read_restart: Callable[[], int], write_line: Callable[[float, str, int, str], None]
+    ) -> None:
         """Create an empty log.
 
         Args:
             node: Name of this agent's node.
-            restart: Returns the number of the incarnation, -1 before the first.
-            line: Prints one line.
+            read_restart: Returns the number of the incarnation, -1 before the first.
+            write_line: Prints one line.
         """
-        self._node, self._restart, self._line = node, restart, line
+        self._node, self._read_restart, self._write_line = node, read_restart, write_line
         self._complaints = RateLimit(per_s=1.0, burst=1.0)
         self._followers: list[Callable[[inspect_schema.EventRecord], None]] = []
         self.events: list[inspect_schema.EventRecord] = []
@@ -46,7 +48,7 @@ class EventLog:
             t=clock.time() if t is None else t,
             name=name,
             host=self._node,
-            restart=max(self._restart(), 0),
+            restart=max(self._read_restart(), 0),
             version=version,
             detail=detail[:_DETAIL_CHARS],
         )
@@ -54,7 +56,7 @@ class EventLog:
         del self.events[:-MAX_EVENTS]
         for follower in self._followers:
             follower(event)
-        self._line(event.t, name, version, event.detail)
+        self._write_line(event.t, name, version, event.detail)
 
     def log_rate_limited(self, text: str) -> None:
         """Log a fault that a stranger can cause: a line in the agent's own log, and no event.
@@ -64,4 +66,4 @@ class EventLog:
         if self._complaints.take_tokens():
             missed = self._complaints.take_missed()
             more = f" (and {missed} others before)" if missed else ""
-            self._line(clock.time(), "complaint", 0, text[:_COMPLAINT_CHARS] + more)
+            self._write_line(clock.time(), "complaint", 0, text[:_COMPLAINT_CHARS] + more)

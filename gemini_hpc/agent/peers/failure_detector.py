@@ -120,11 +120,11 @@ class FailureDetector:
         lost = {host for host in self.partners if host not in links and host in self.last_heard}
         return self.suspects | (lost - self.left)
 
-    def record_message(self, host: str, at: float) -> list[Effect]:
+    def record_message(self, host: str, now: float) -> list[Effect]:
         """Record a message from this peer at this time."""
-        self.last_heard[host] = at
+        self.last_heard[host] = now
         self.left.discard(host)
-        return self._record_alive(host, at)
+        return self._record_alive(host, now)
 
     def record_leave(self, host: str) -> list[Effect]:
         """Record that this peer has announced its end, after a training that succeeded."""

@@ -85,8 +85,8 @@ class Incarnation:
     def is_incomplete(self, now: float) -> bool:
         """Return whether a node has died, or a neighbour in the tree is silent."""
         mesh, rounds, silent_s = self.mesh, self.rounds, self.silent_s
-        kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
-        silent = [host for host in kin if now - mesh.last_heard.get(host, 0.0) > silent_s]
+        neighbours = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
+        silent = [host for host in neighbours if now - mesh.last_heard.get(host, 0.0) > silent_s]
         return bool(mesh.dead) or bool(set(silent) - mesh.left)
 
     async def find_absent(self, limit_s: float) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ class Membership:
             lost: Node that was found dead.
         """
         nodes = tuple(sorted({*self.stop.lost, lost} - {""}))
-        self.stop = msgspec.structs.replace(self.stop, at=self.stop.at or now, lost=nodes)
+        self.stop = msgspec.structs.replace(self.stop, time=self.stop.time or now, lost=nodes)
 
     def record_seal(self, name: str) -> None:
         """Forget the last stop: this training has sealed a version since."""

@@ -84,7 +84,7 @@ class Mesh:
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, str], asyncio.Future[bool]] = {}
         self._parting = False
-        self._untold: set[str] = set()  # peers that may not know yet that this agent leaves
+        self._uninformed: set[str] = set()  # peers that may not know yet that this agent leaves
         self._all_told = asyncio.Event()
         self._spawn(self._beat())
 
@@ -150,7 +150,7 @@ class Mesh:
 
     async def _keep_connected(self, name: str) -> None:
         tries = 0
-        while name not in self.detector.left or name in self._untold:
+        while name not in self.detector.left or name in self._uninformed:
             with suppress(OSError, HandshakeError, TimeoutError):
                 link = await self._dial(name, 2.0)
                 tries = 0
@@ -368,7 +368,7 @@ class Mesh:
             return
         self._parting = True
         known = self.detector.partners.intersection(self.detector.last_heard)
-        self._untold = known.union(self.links) - self.detector.left - self.detector.dead
+        self._uninformed = known.union(self.links) - self.detector.left - self.detector.dead
         self.detector.left.update(self.hosts)
         for link in self.links.values():
             link.finish(peer.AgentLeft())
@@ -376,8 +376,8 @@ class Mesh:
 
     def _record_informed(self, *names: str) -> None:
         """Record peers that know of this agent's end."""
-        self._untold.difference_update(names)
-        if not self._untold:
+        self._uninformed.difference_update(names)
+        if not self._uninformed:
             self._all_told.set()
 
     async def wait_until_informed(self) -> None:

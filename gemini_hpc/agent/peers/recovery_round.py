@@ -36,7 +36,7 @@ from gemini_hpc.wire.stored import Tier
 SAY_AGAIN_S, SAY_AGAIN_MOST_S = 1.0, 16.0
 TELL_S = 5.0  # after this long without progress, tell the job why it is not protected
 # Begin the round again if reachable children do not acknowledge a plan for this long; double it each time.
-ANEW_S, ANEW_MOST_S = 15.0, 240.0
+NEXT_ROUND_S, NEXT_ROUND_MOST_S = 15.0, 240.0
 
 
 class RecoveryRounds:
@@ -76,7 +76,7 @@ class RecoveryRounds:
         self.trouble = ""  # why the round is not over after too long a wait
         self._mark: object = None  # the state at the last tick that saw progress
         self._since = self._again_at = 0.0
-        self._pause_s, self._anew_s = SAY_AGAIN_S, ANEW_S
+        self._pause_s, self._next_round_s = SAY_AGAIN_S, NEXT_ROUND_S
 
     @property
     def unseen(self) -> str:
@@ -138,7 +138,7 @@ class RecoveryRounds:
             self._mark, self._since = mark, now
             self._pause_s, self._again_at = SAY_AGAIN_S, now + SAY_AGAIN_S
         if self.stage == "live" and self._misfit is None:
-            self.trouble, self._anew_s = "", ANEW_S
+            self.trouble, self._next_round_s = "", NEXT_ROUND_S
             return
         if now >= self._again_at:
             self._pause_s = min(2 * self._pause_s, SAY_AGAIN_MOST_S)
@@ -147,10 +147,10 @@ class RecoveryRounds:
             for child in missing:
                 yield from self._send_state(child)
             yield from self._answer_parent()
-            late = self.parent is None and self.stage == "planned" and now - self._since >= self._anew_s
+            late = self.parent is None and self.stage == "planned" and now - self._since >= self._next_round_s
             if late and linked >= set(missing):
                 yield events.Log("round_lost", f"{self._describe_wait()}: starting another round")
-                self._anew_s = min(2 * self._anew_s, ANEW_MOST_S)
+                self._next_round_s = min(2 * self._next_round_s, NEXT_ROUND_MOST_S)
                 yield from self._enter_round(self.round + 1, self.launch)
         if now - self._since >= TELL_S:
             former_trouble, self.trouble = self.trouble, self._describe_wait()
@@ -311,17 +311,17 @@ class RecoveryRounds:
                 else:
                     yield from self._finish_planning()
 
-    def _report_misfit(self, at: int) -> Iterator[Effect]:
+    def _report_misfit(self, parent_round: int) -> Iterator[Effect]:
         """Report that the parent's round does not fit. The report is repeated until a round fits."""
-        self._misfit = at
+        self._misfit = parent_round
         yield from self._answer_parent()
 
-    def _restart(self, theirs: int) -> Iterator[Effect]:
-        newest = max(theirs, self.round)
+    def _restart(self, other_round: int) -> Iterator[Effect]:
+        newest = max(other_round, self.round)
         if self.parent is not None:
             yield events.Send(self.parent, peer.RoundLost(self.round, newest))
         else:
-            what = f"an agent is already in round {theirs}, not in round {self.round}: starting another round"
+            what = f"an agent is already in round {other_round}, not in round {self.round}: starting another round"
             yield events.Log("round_lost", what)
             yield from self._enter_round(newest + 1, self.launch)
 

@@ -194,7 +194,7 @@ def merge_stops(records: Iterable[peer.InventoryRecord], noderanks: Mapping[str,
         if before.get(rank, host) not in noderanks:
             replaced[before[rank], host] = None
     return peer.Stop(
-        min((stop.at for stop in stops if stop.at), default=0.0),
+        min((stop.time for stop in stops if stop.time), default=0.0),
         tuple(sorted({host for stop in stops for host in stop.lost})),
         tuple(replaced),
         _merge_reached(stops),

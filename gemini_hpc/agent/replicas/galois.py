@@ -36,26 +36,26 @@ def load_library() -> ctypes.CDLL | None:
 
 
 @cache
-def _build_isal_tables(by: int) -> ctypes.Array[ctypes.c_char]:
+def _build_isal_tables(factor: int) -> ctypes.Array[ctypes.c_char]:
     lib = load_library()
     assert lib is not None
     tables = ctypes.create_string_buffer(_TABLE_BYTES)
-    lib.ec_init_tables(1, 1, bytes([by]), tables)  # since ISA-L 2.31 the tables differ on a processor with GFNI
+    lib.ec_init_tables(1, 1, bytes([factor]), tables)  # since ISA-L 2.31 the tables differ on a processor with GFNI
     return tables
 
 
 @cache
-def _build_table(by: int) -> bytes:
-    return gf256.build_table(by)
+def _build_table(factor: int) -> bytes:
+    return gf256.build_table(factor)
 
 
-def add(into: memoryview, data: memoryview, by: int = 1) -> None:
-    """Compute into += by * data, both of the same length. The GIL is free meanwhile with ISA-L or if `by` is 1."""
+def add(into: memoryview, data: memoryview, factor: int = 1) -> None:
+    """Compute into += factor * data, of the same length. The GIL is free meanwhile with ISA-L or if `factor` is 1."""
     import numpy as np
 
     target: NDArray[np.uint8] = np.frombuffer(into, np.uint8)
     source: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
-    if by == 1:
+    if factor == 1:
         np.bitwise_xor(target, source, out=target)
         return
     if len(target) != len(source):
@@ -63,9 +63,9 @@ def add(into: memoryview, data: memoryview, by: int = 1) -> None:
     lib = load_library()
     for at in range(0, len(source), _MOST_BYTES if lib is not None else _PIECE_BYTES):
         if lib is not None:
-            piece, of = target[at : at + _MOST_BYTES], source[at : at + _MOST_BYTES]
+            piece, part = target[at : at + _MOST_BYTES], source[at : at + _MOST_BYTES]
             rows = (ctypes.c_void_p * 1)(piece.ctypes.data)
-            lib.ec_encode_data_update(len(of), 1, 1, 0, _build_isal_tables(by), of.ctypes.data, rows)
+            lib.ec_encode_data_update(len(part), 1, 1, 0, _build_isal_tables(factor), part.ctypes.data, rows)
         else:
-            piece, of = target[at : at + _PIECE_BYTES], source[at : at + _PIECE_BYTES]
-            np.bitwise_xor(piece, np.frombuffer(of.tobytes().translate(_build_table(by)), np.uint8), out=piece)
+            piece, part = target[at : at + _PIECE_BYTES], source[at : at + _PIECE_BYTES]
+            np.bitwise_xor(piece, np.frombuffer(part.tobytes().translate(_build_table(factor)), np.uint8), out=piece)

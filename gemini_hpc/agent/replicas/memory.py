@@ -50,28 +50,28 @@ class Memfd:
             os.ftruncate(self.fd, size_bytes + self._record_bytes)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
 
-    def reserve(self, left_bytes: Callable[[], int]) -> None:
+    def reserve(self, count_left_bytes: Callable[[], int]) -> None:
         """Take and map all pages now (blocking, about 0.9 s a GiB).
 
         Later writes then cannot fail and cost no page faults.
 
         Args:
-            left_bytes: See `take_pages`.
+            count_left_bytes: See `take_pages`.
 
         Raises:
             NoMemory: The memory does not suffice.
         """
-        self.take_pages(left_bytes)
+        self.take_pages(count_left_bytes)
         self.populate()
 
-    def take_pages(self, left_bytes: Callable[[], int]) -> None:
+    def take_pages(self, count_left_bytes: Callable[[], int]) -> None:
         """Take all pages now (blocking, about 0.4 s a GiB).
 
         The pages are allocated and charged, so later writes cannot fail. The first write to a page clears and maps
         it.
 
         Args:
-            left_bytes: Returns the bytes that may still be taken. Asked before each stride, because others take
+            count_left_bytes: Returns the bytes that may still be taken. Asked before each stride, because others take
                 memory at the same time. The kernel does not refuse memory in a full cgroup, but kills.
 
         Raises:
@@ -80,7 +80,7 @@ class Memfd:
         file_bytes = self.size_bytes + self._record_bytes
         for at in range(0, file_bytes, _RESERVE_STRIDE_BYTES):
             part = min(_RESERVE_STRIDE_BYTES, file_bytes - at)
-            left = left_bytes()
+            left = count_left_bytes()
             if left < part:
                 raise NoMemory(
                     f"the node's memory ran short after {_format_mib(at)} of {_format_mib(self.size_bytes)}: "
@@ -227,12 +227,12 @@ class Budget:
         left = self._room.count_free_bytes()
         return max(0, free if left is None else min(free, left[0]))
 
-    def reserve(self, wanted_bytes: int, what: str, *, present: bool = False) -> None:
+    def reserve(self, wanted_bytes: int, name: str, *, present: bool = False) -> None:
         """Count a reservation.
 
         Args:
             wanted_bytes: Bytes to reserve.
-            what: Name of the reservation, for the message.
+            name: Name of the reservation, for the message.
             present: The pages exist already (a trainer hands them back), so only the cap counts.
 
         Raises:
@@ -249,7 +249,7 @@ class Budget:
         else:
             self.taken_bytes += wanted_bytes
             return
-        raise NoMemory(f"{what}: not enough memory for the replicas: wanted {_format_mib(wanted_bytes)}{why}")
+        raise NoMemory(f"{name}: not enough memory for the replicas: wanted {_format_mib(wanted_bytes)}{why}")
 
     def _describe_cap(self, cap: int) -> str:
         s, all_of_it = self._settings, self._node_cap_bytes

@@ -81,7 +81,9 @@ class Outlines:
     def __init__(self, context: AgentContext) -> None:
         self._node, self._membership, self._spawn = context.node, context.membership, context.spawn
         self._live: dict[tuple[str, int], tuple[int, ...]] = {}  # nodes with the tensors of own shards
-        self._told: dict[tuple[str, str, int], str] = {}  # key of the directory that a peer has, by peer and shard
+        self._sent_keys: dict[
+            tuple[str, str, int], str
+        ] = {}  # key of the directory that a peer has, by peer and shard
         self._sent: dict[tuple[str, int], tuple[Stamp, list[str]]] = {}  # the newest outline, and its receivers
         self._kept: dict[tuple[str, int], list[KeptOutline]] = {}
         self._bytes = 0
@@ -155,11 +157,11 @@ class Outlines:
             moment,
         )
         self.on_outline(self._node, outline)
-        brief = msgspec.structs.replace(outline, directory=b"")
+        without_directory = msgspec.structs.replace(outline, directory=b"")
         for host in hosts:
-            known = self._told.get((host, shard.training, shard.rank)) == key
-            if self._membership.send(host, brief if known else outline):
-                self._told[host, shard.training, shard.rank] = key
+            known = self._sent_keys.get((host, shard.training, shard.rank)) == key
+            if self._membership.send(host, without_directory if known else outline):
+                self._sent_keys[host, shard.training, shard.rank] = key
             else:
                 self._ensure_link(host)
         self.send_digest(shard, index)
@@ -176,8 +178,8 @@ class Outlines:
 
     def on_link(self, host: str) -> None:
         """Forget the directories sent to this host: the other end of a new link may be a new, empty agent."""
-        for known in [k for k in self._told if k[0] == host]:
-            del self._told[known]
+        for known in [k for k in self._sent_keys if k[0] == host]:
+            del self._sent_keys[known]
 
     # ---- outlines of others' shards --------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class Outlines:
         if bytes_now <= _MOST_BYTES:
             self._kept[key], self._bytes = newer, bytes_now
 
-    def list_orphans(self, dead: set[str]) -> list[tuple[str, int]]:
+    def list_without_holders(self, dead: set[str]) -> list[tuple[str, int]]:
         """Return the shards (training, rank) with an outline here, all holders dead, and no copy here."""
         membership = self._membership
         gone = {rank for host, rank in membership.noderanks.items() if host in dead}
@@ -241,8 +243,8 @@ class Outlines:
         epoch, own_noderank = self._membership.epoch, self._membership.noderanks.get(self._node)
         return tuple(
             rank
-            for (of, rank), versions in sorted(self._kept.items())
-            if of == name
+            for (training_name, rank), versions in sorted(self._kept.items())
+            if training_name == name
             and versions[-1].outline.stamp.epoch == epoch
             and own_noderank not in self._list_holders(versions[-1])
         )

@@ -19,26 +19,26 @@ class VersionGaps:
         self._clock = clock
         self._gaps: deque[float] = deque(maxlen=_KEPT)
         self._longest_s = 0.0
-        self._at: float | None = None
+        self._last_s: float | None = None
         self.version = 0
 
     def reset(self) -> None:
         """Forget all gaps: a new launch begins, or no more versions of this one are expected."""
         self._gaps.clear()
-        self._longest_s, self._at, self.version = 0.0, None, 0
+        self._longest_s, self._last_s, self.version = 0.0, None, 0
 
     def record_version(self, version: int) -> None:
         """Record that a rank has begun this version. Of several ranks the first one counts."""
         if version <= self.version:
             return
         now = self._clock()
-        if self._at is not None:
-            self._gaps.append(now - self._at)
-            self._longest_s = max(self._longest_s, now - self._at)
-        self._at, self.version = now, version
+        if self._last_s is not None:
+            self._gaps.append(now - self._last_s)
+            self._longest_s = max(self._longest_s, now - self._last_s)
+        self._last_s, self.version = now, version
 
     def build_state(self) -> PaceState | None:
         """Return the current pace, or None before the second version."""
-        if self._at is None or not self._gaps:
+        if self._last_s is None or not self._gaps:
             return None
-        return PaceState(self._clock() - self._at, median(self._gaps), self._longest_s)
+        return PaceState(self._clock() - self._last_s, median(self._gaps), self._longest_s)

@@ -31,7 +31,7 @@ class ParityFold:
         """
         self.stamp, self.index, self.view, self.room = stamp, index, view, room
         self.wanted, self.writing = set(wanted), set[int]()
-        self.members: dict[int, Member] = {}
+        self.folded: dict[int, Member] = {}
         self.torn = False  # a member has ended too early
         self.touched = clock.monotonic()  # time at which a member last began or ended, in seconds
         self._lock = threading.Lock()
@@ -42,20 +42,20 @@ class ParityFold:
         return not self.wanted and not self.writing and not self.torn
 
     @property
-    def of(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[Member, ...]:
         """Return the members that are folded in, sorted by rank."""
-        return tuple(self.members[rank] for rank in sorted(self.members))
+        return tuple(self.folded[rank] for rank in sorted(self.folded))
 
-    def add(self, at: int, data: memoryview, by: int = 1) -> None:
-        """Fold bytes in, multiplied by `by`, from any thread.
+    def add(self, offset: int, data: memoryview, factor: int = 1) -> None:
+        """Fold bytes in, multiplied by `factor`, from any thread.
 
         Raises:
             ValueError: The bytes reach beyond the slot's end.
         """
-        if at + len(data) > len(self.view):
-            raise ValueError(f"bytes {at} to {at + len(data)} of a parity of {len(self.view)} bytes")
+        if offset + len(data) > len(self.view):
+            raise ValueError(f"bytes {offset} to {offset + len(data)} of a parity of {len(self.view)} bytes")
         with self._lock:
-            galois.add(self.view[at : at + len(data)], data, by)
+            galois.add(self.view[offset : offset + len(data)], data, factor)
 
 
 class Parity:
@@ -64,14 +64,14 @@ class Parity:
     Attributes:
         homes: Node rank of the home of each covered shard, by rank.
         blocks: Number of blocks (`core.parity`).
-        of: The shards covered by each complete slot.
+        members: The shards covered by each complete slot.
         rooms: Bytes from one block to the next in each complete slot.
         fill: The version in progress.
     """
 
     def __init__(self, homes: Mapping[int, int], blocks: int) -> None:
         self.homes, self.blocks = dict(homes), blocks
-        self.of: list[tuple[Member, ...]] = [(), ()]
+        self.members: list[tuple[Member, ...]] = [(), ()]
         self.rooms = [0, 0]
         self.fill: ParityFold | None = None
 

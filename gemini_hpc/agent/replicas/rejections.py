@@ -39,7 +39,7 @@ class Rejections:
         """Return the rejections of a training, sorted by version."""
         return sorted(found for found in self.all if found.training == name)
 
-    def may_begin_anew(self, name: str) -> bool:
+    def may_start_over(self, name: str) -> bool:
         """Return whether the training may begin anew if no version is left."""
         return any(found.fresh for found in self.list_rejections(name))
 

@@ -24,7 +24,7 @@ class SlotWrites:
         context: AgentContext,
         trainings: Trainings,
         pool: DigestPool,
-        completed: Callable[[Shard, int], None] = lambda shard, index: None,
+        on_complete: Callable[[Shard, int], None] = lambda shard, index: None,
     ) -> None:
         """Create the writes.
 
@@ -32,10 +32,10 @@ class SlotWrites:
             context: The agent's context.
             trainings: Trainings of this agent.
             pool: Threads that make the digests.
-            completed: Called with the shard and index of each slot that becomes complete.
+            on_complete: Called with the shard and index of each slot that becomes complete.
         """
         self._membership, self._log, self._spawn = context.membership, context.log, context.spawn
-        self._trainings, self._pool, self._completed = trainings, pool, completed
+        self._trainings, self._pool, self._on_complete = trainings, pool, on_complete
 
     def begin_write(self, training: Training, shard: Shard, version: int) -> int:
         """Return the index of the slot to fill with this version of the current epoch.
@@ -142,7 +142,7 @@ class SlotWrites:
             return False
         if found == wanted:
             shard.complete_slot(index, claimed)
-            self._completed(shard, index)
+            self._on_complete(shard, index)
         else:
             shard.pair.empty_slot(index)
             self._log(

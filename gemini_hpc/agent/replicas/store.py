@@ -99,7 +99,7 @@ class Shard:
             stamp=slot.stamp,
             digest=slot.digest,
             proven=slot.stamp != self.unproven,
-            of=self.parity.of[index] if self.parity is not None else (),
+            members=self.parity.members[index] if self.parity is not None else (),
             blocks=self.parity.blocks if self.parity is not None else 1,
             room=self.parity.rooms[index] if self.parity is not None else 0,
             mark=slot.moment.mark,
@@ -219,14 +219,14 @@ class Store:
             NoMemory: The memory does not suffice.
         """
         of = "" if parity is None else "parity "
-        name, what = f"gemini:{training_name}:{of}{rank}", f"{of and 'parity beside the '}shard of rank {rank}"
+        name, description = f"gemini:{training_name}:{of}{rank}", f"{of and 'parity beside the '}shard of rank {rank}"
         async with self._making[parity is not None, (training_name, rank)]:
             old = self._find_table(parity).get((training_name, rank))
             if old is not None and (old.bytes, old.world) == (size_bytes, world) and cover_alike(old.parity, parity):
-                await self._restore_trimmed(old, name, what)
+                await self._restore_trimmed(old, name, description)
                 old.home = home
                 return old
-            memory = await self._make_slots(name, what, size_bytes, 0, 1, reserve=reserve)
+            memory = await self._make_slots(name, description, size_bytes, 0, 1, reserve=reserve)
             shard = Shard(training_name, rank, world, home, size_bytes, memory, parity=parity)
             self.add_shard(shard)
             return shard
@@ -244,7 +244,7 @@ class Store:
                 shard.pair.empty_slot(index)
                 self.budget.free(shard.memory[index])
 
-    async def _restore_trimmed(self, shard: Shard, name: str, what: str) -> None:
+    async def _restore_trimmed(self, shard: Shard, name: str, description: str) -> None:
         """Take memory again for a trimmed slot.
 
         Raises:
@@ -255,7 +255,7 @@ class Store:
                 slot = shard.pair.slots[index]
                 slot.busy = True
                 try:
-                    (shard.memory[index],) = await self._make_slots(name, what, shard.bytes, index)
+                    (shard.memory[index],) = await self._make_slots(name, description, shard.bytes, index)
                 finally:
                     slot.busy = False
 
@@ -269,9 +269,9 @@ class Store:
             await asyncio.to_thread(memory.take_pages, self.budget.measure_left_bytes)
 
     async def _make_slots(
-        self, name: str, what: str, size_bytes: int, *indexes: int, reserve: bool = True
+        self, name: str, description: str, size_bytes: int, *indexes: int, reserve: bool = True
     ) -> list[Memfd]:
-        with self.budget.hold(len(indexes) * size_bytes, what, present=not reserve) as made:
+        with self.budget.hold(len(indexes) * size_bytes, description, present=not reserve) as made:
             made.extend(Memfd(f"{name}:{index}", size_bytes, slot=True) for index in indexes)
             if reserve:
                 await asyncio.gather(*(self._reserve_pages(memory) for memory in made))
@@ -345,9 +345,9 @@ class Store:
         votes of the dead have sealed.
         """
         for shard in [s for s in self.ancestors if s.training == training_name]:
-            heir = self._find_table(shard.parity).get((training_name, shard.rank))
-            # A late seal may name a version that only the ancestor has. The heir's versions may never be sealed.
-            if heir is None or sealed in heir.pair.list_complete_stamps():
+            successor = self._find_table(shard.parity).get((training_name, shard.rank))
+            # A late seal may name a version that only the ancestor has. The successor's versions may never be sealed.
+            if successor is None or sealed in successor.pair.list_complete_stamps():
                 self.drop(shard)
         for shard in [*self.shards.values(), *self.parities.values()]:
             stays = shard.registered_round == round_number or (

@@ -69,8 +69,8 @@ class Voting:
         self,
         pairs_each: int,
         children: Iterable[str],
-        up: Callable[[SubtreeVote], object] | None,
-        spread: Callable[[Decision, bool], None],
+        send_up: Callable[[SubtreeVote], object] | None,
+        spread_decision: Callable[[Decision, bool], None],
         settled: Stamp | None = None,
     ) -> None:
         """Create the votes of a round, empty.
@@ -78,15 +78,15 @@ class Voting:
         Args:
             pairs_each: Slot pairs that each shard must have.
             children: Hosts of this agent's children in the tree.
-            up: Called with this agent's merged ballot. None at the root.
-            spread: Called with each decision and with the degraded flag.
+            send_up: Called with this agent's merged ballot. None at the root.
+            spread_decision: Called with each decision and with the degraded flag.
             settled: Stamp that counts as sealed at the start.
         """
         self._pairs_each = pairs_each
         self._own = _NOTHING
         self._below = dict.fromkeys(children, _NOTHING)
-        self._up, self._spread = up, spread
-        self._root = Root(["job"], settled) if up is None else None
+        self._send_up, self._spread_decision = send_up, spread_decision
+        self._root = Root(["job"], settled) if send_up is None else None
         self._sent: SubtreeVote | None = None
         self._missing = False
         self.decision = Decision()
@@ -145,9 +145,9 @@ class Voting:
         self.voted |= self._own.vote.complete  # before the vote is sent: a version voted for must be kept
         ballot = self._merge_ballots()
         if self._root is None:
-            if ballot != self._sent and self._up is not None:
+            if ballot != self._sent and self._send_up is not None:
                 self._sent = ballot
-                self._up(ballot)
+                self._send_up(ballot)
             return
         vote = ballot.vote
         if ballot.pairs != ballot.world * self._pairs_each or ballot.kinds not in (RESUMED, REGISTERED):
@@ -172,7 +172,7 @@ class Voting:
         void, self.decision = self.decision.void, word
         if sealed is not None:
             self.voted = frozenset(s for s in self.voted if s > sealed)
-        self._spread(word, degraded)
+        self._spread_decision(word, degraded)
         if word.void != void:
             self._report_moments(word.void)
 

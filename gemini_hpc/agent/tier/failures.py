@@ -18,33 +18,33 @@ class _Trouble:
         text: The last reason.
         kinds: Reasons that have been logged.
         times: Failed tries in a row.
-        told: Whether the program has been informed.
+        reported: Whether the program has been informed.
     """
 
     text: str = ""
     kinds: set[str] = field(default_factory=set)
     times: int = 0
-    told: bool = False
+    reported: bool = False
 
 
 class SaveFailures:
     """The failures of all trainings of a job. Failures of the tier itself have the name ""."""
 
     def __init__(self) -> None:
-        self._of: dict[str, _Trouble] = {}
+        self._troubles: dict[str, _Trouble] = {}
         self._notes: dict[str, str] = {}
 
     def describe_last(self, name: str) -> str:
         """Return the last failure, or ""."""
-        return self._of[name].text if name in self._of else ""
+        return self._troubles[name].text if name in self._troubles else ""
 
     def record_failure(self, name: str, reason: str, host: str = "") -> bool:
         """Record a failed try on this host. Return whether the reason is new."""
-        trouble = self._of.setdefault(name, _Trouble())
+        trouble = self._troubles.setdefault(name, _Trouble())
         trouble.text = f"{host}: {reason}" if host else reason
         trouble.times += 1
-        if name and trouble.times >= _LASTED and not trouble.told:
-            trouble.told = True
+        if name and trouble.times >= _LASTED and not trouble.reported:
+            trouble.reported = True
             self._notes[name] = f"versions are not saved to the tier: {trouble.text[:_CHARS]}; the agents keep trying"
         kind = _NUMBER.sub("", reason)
         new = kind not in trouble.kinds
@@ -53,8 +53,8 @@ class SaveFailures:
 
     def record_success(self, name: str) -> None:
         """Record a successful try."""
-        trouble = self._of.pop(name, None)
-        if trouble is not None and trouble.told:
+        trouble = self._troubles.pop(name, None)
+        if trouble is not None and trouble.reported:
             self._notes[name] = "versions are saved to the tier again"
 
     def pop_note(self, name: str) -> str:

@@ -36,7 +36,7 @@ class NamedVersions:
         rejections: Rejections,
         tier: TierChoice,
         *,
-        wanted: Callable[[], None],
+        on_waiting: Callable[[], None],
     ) -> None:
         """Create the wishes.
 
@@ -45,10 +45,10 @@ class NamedVersions:
             pledges: File of lasting requests.
             rejections: Rejected versions.
             tier: Choice of the job's tier.
-            wanted: Called at the root, about once a second, while wishes wait.
+            on_waiting: Called at the root, about once a second, while wishes wait.
         """
         self._membership, self._log = context.membership, context.log
-        self._pledges, self._rejections, self._tier, self._wants = pledges, rejections, tier, wanted
+        self._pledges, self._rejections, self._tier, self._on_waiting = pledges, rejections, tier, on_waiting
         self._given: dict[tuple[str, str], tuple[int, Stamp | None]] = {}  # None: another version has the name
         self._again_at = 0.0
 
@@ -137,7 +137,7 @@ class NamedVersions:
             else:
                 incarnation.send_down(message)
         if incarnation.leads:
-            self._wants()
+            self._on_waiting()
 
     def on_message(self, host: str, message: peer.KeepWish | peer.KeepDone) -> None:
         """Handle a message of the parent, which is authoritative, or of a child."""

@@ -56,7 +56,7 @@ class NodeWriter:
         self._copies: dict[tuple[str, int], Memfd] = {}
         self._saving: dict[str, asyncio.Task[None]] = {}
         self._begun: dict[str, WantedVersion] = {}  # the current or last save,
-        self._told: dict[str, tuple[tuple[NodeFile, ...], str]] = {}  # and its outcome
+        self._outcomes: dict[str, tuple[tuple[NodeFile, ...], str]] = {}  # and its outcome
         self._written: dict[str, int] = {}
 
     @property
@@ -93,30 +93,30 @@ class NodeWriter:
             await asyncio.wait(self._saving.values())
         return [self._begun[name] for name, task in self._saving.items() if task.cancelled()]
 
-    def begin_save(self, what: WantedVersion, tier: str, on_outcome: Told) -> bool:
+    def begin_save(self, version: WantedVersion, tier: str, on_outcome: Told) -> bool:
         """Save this version. Return False if this node has no shard to save.
 
         Args:
-            what: The version.
+            version: The version.
             tier: Directory of the tier.
             on_outcome: Called with the outcome. A repeated order gets the outcome again.
         """
-        name = what.training
+        name = version.training
         self._drop_stale()
-        files = self._find_shards(what)
+        files = self._find_shards(version)
         if not files:
             return False
         before = self._saving.get(name)
-        if self._begun.get(name) == what:
-            if name in self._told:
-                on_outcome(*self._told[name])  # resend: the report may have been lost with an agent on its way
+        if self._begun.get(name) == version:
+            if name in self._outcomes:
+                on_outcome(*self._outcomes[name])  # resend: the report may have been lost with an agent on its way
         else:
             if before is not None:
                 before.cancel()  # the older version has been abandoned, or there would be no newer order
-            self._begun[name] = what
-            self._told.pop(name, None)
+            self._begun[name] = version
+            self._outcomes.pop(name, None)
             self._written[name] = 0
-            self._saving[name] = self._spawn(self._save(what, tier, files, before, on_outcome))
+            self._saving[name] = self._spawn(self._save(version, tier, files, before, on_outcome))
         return True
 
     @property
@@ -124,29 +124,29 @@ class NodeWriter:
         """Return this node's rank."""
         return self._membership.noderanks.get(self._identity.node)
 
-    def _find_shards(self, what: WantedVersion) -> dict[int, list[Shard]]:
+    def _find_shards(self, version: WantedVersion) -> dict[int, list[Shard]]:
         """Return the shards that this node must save, by their home."""
         found, own_noderank = dict[int, list[Shard]](), self._mine
-        if what.homes is None:
-            own = [shard for shard in self._store.list_shards(what.training) if shard.home == own_noderank]
+        if version.homes is None:
+            own = [shard for shard in self._store.list_shards(version.training) if shard.home == own_noderank]
             return {own_noderank: own} if own and own_noderank is not None else {}
         for shard in self._store:  # includes ancestors of a training that has grown since
             ranks = {other.rank for other in found.get(shard.home, ())}
-            wanted = shard.training == what.training and shard.home in what.homes and shard.rank not in ranks
-            if wanted and what.stamp in shard.pair.list_complete_stamps():
+            wanted = shard.training == version.training and shard.home in version.homes and shard.rank not in ranks
+            if wanted and version.stamp in shard.pair.list_complete_stamps():
                 found.setdefault(shard.home, []).append(shard)
         return found
 
     async def _save(
         self,
-        what: WantedVersion,
+        version: WantedVersion,
         tier: str,
         files: dict[int, list[Shard]],
-        before: asyncio.Task[None] | None,
+        earlier: asyncio.Task[None] | None,
         on_outcome: Told,
     ) -> None:
-        if before is not None:  # the older save still reads the copies that are overwritten now
-            await asyncio.wait([before])
+        if earlier is not None:  # the older save still reads the copies that are overwritten now
+            await asyncio.wait([earlier])
         written: list[NodeFile] = []
         reason = ""
         copies: dict[int, list[orders.Source]] = {}
@@ -154,20 +154,20 @@ class NodeWriter:
             for home in sorted(files):
                 copies[home] = []
                 for shard in files[home]:
-                    copies[home].append(await self._copy(shard, what.stamp))
+                    copies[home].append(await self._copy(shard, version.stamp))
             for home, sources in copies.items():
-                written.append(await self._write(what, tier, home, sources, sum(file.bytes for file in written)))
+                written.append(await self._write(version, tier, home, sources, sum(file.bytes for file in written)))
         except (TierFailed, NoMemory, OSError, ValueError) as error:
             reason = str(error)
         finally:
             for sources in copies.values():
                 for source in sources:
                     os.close(source.fd)
-        self._told[what.training] = tuple(written), reason
+        self._outcomes[version.training] = tuple(written), reason
         on_outcome(tuple(written), reason)
 
     async def _write(
-        self, what: WantedVersion, tier: str, home: int, sources: list[orders.Source], before_bytes: int
+        self, version: WantedVersion, tier: str, home: int, sources: list[orders.Source], before_bytes: int
     ) -> NodeFile:
         """Write one file.
 
@@ -178,8 +178,8 @@ class NodeWriter:
         order = orders.Write(
             tier,
             self._identity.job,
-            what.training,
-            what.stamp,
+            version.training,
+            version.stamp,
             home,
             tuple(sources),
             settings.tier_bytes_per_s,
@@ -189,7 +189,7 @@ class NodeWriter:
         )
 
         def record_written(count: int) -> None:
-            self._written[what.training] = before_bytes + count
+            self._written[version.training] = before_bytes + count
 
         answer = await worker_process.carry_out(order, [source.fd for source in sources], record_written)
         if not isinstance(answer, orders.Written):

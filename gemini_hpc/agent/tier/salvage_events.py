@@ -27,7 +27,7 @@ class SalvageFacts:
         noderanks: Node ranks of the last plan.
         own: Seals and copies of this node.
         unwanted: All versions sealed here have been rejected.
-        rejected: Returns whether a version of a training has been rejected.
+        is_rejected: Returns whether a version of a training has been rejected.
         detached: The job does not run here.
         attempt: Number that no other save has.
     """
@@ -38,7 +38,7 @@ class SalvageFacts:
     noderanks: Mapping[str, int]
     own: peer.SalvageHave
     unwanted: bool
-    rejected: Callable[[str, Stamp], bool]
+    is_rejected: Callable[[str, Stamp], bool]
     detached: bool
     attempt: int
 

@@ -28,7 +28,7 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 
 REACH_S = 2.0  # time limit to connect to a host
-MUSTER_S = 10.0  # the others answer within this time, or count as missing
+COLLECT_S = 10.0  # the others answer within this time, or count as missing
 ASKED_S = 10.0  # a host asked to lead takes the lead within this time
 AGAIN_S = 1.0  # interval at which a silent host is contacted again
 LOST_S = 10.0  # a writer that is unreachable, or a leader that is silent, for this long is lost
@@ -46,7 +46,7 @@ Stage = Literal[
     "calling",  # waiting for the called host to lead
     "following",
     "settling",  # this and the following stages: leading
-    "mustering",
+    "collecting",
     "looking",
     "writing",
     "publishing",
@@ -106,8 +106,10 @@ class SalvageRules:
         self.again_at, self._gap_s = 0.0, GAP_S
         self._asked_last = False  # the additional try before memory is freed has been made
         self._over = False  # the leader has reported the end
-        self._tries = self._at = 0  # number of passes over the list in search of a leader; index of the current host
-        self._until = 0.0
+        self._tries = self._host_index = (
+            0  # number of passes over the list in search of a leader; index of the current host
+        )
+        self._deadline = 0.0
         self._lead = _Lead()
 
     @property
@@ -153,8 +155,8 @@ class SalvageRules:
                 yield from self._on_reached(event, facts, now)
             case events.Settled() if self.stage == "settling":
                 self._lead.have[self._me] = facts.own
-                self.stage, self._lead.until = "mustering", now + MUSTER_S
-                yield from self._muster(facts, now)
+                self.stage, self._lead.until = "collecting", now + COLLECT_S
+                yield from self._collect_seals(facts, now)
             case events.Looked() if self.stage == "looking":
                 yield from self._on_looked(event, facts, now)
             case events.Published() if self.stage == "publishing":
@@ -172,7 +174,7 @@ class SalvageRules:
         self.again_at, self._gap_s = now + self._gap_s, min(2 * self._gap_s, LONGEST_GAP_S)
         self._over, self.reason = False, ""
         self.run += 1
-        self._tries = self._at = 0
+        self._tries = self._host_index = 0
         yield from self._seek(facts, now)
 
     def _reset(self) -> Iterator[Effect]:
@@ -184,13 +186,13 @@ class SalvageRules:
         yield events.Halt()
 
     def _tick(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
-        if self.stage == "calling" and now >= self._until:
-            self._at += 1
+        if self.stage == "calling" and now >= self._deadline:
+            self._host_index += 1
             yield from self._seek(facts, now)
         elif self.stage == "following":
             yield from self._check_leader(facts, now)
-        elif self.stage == "mustering":
-            yield from self._muster(facts, now)
+        elif self.stage == "collecting":
+            yield from self._collect_seals(facts, now)
         elif self.stage == "writing":
             yield from self._resend_orders(facts, now)
 
@@ -199,47 +201,47 @@ class SalvageRules:
     def _check_leader(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         if now - facts.heard.get(self.leader, 0.0) > LOST_S:
             self.leader = ""  # the leader cannot be reached any more
-            self._tries, self._at = self._tries + 1, 0
+            self._tries, self._host_index = self._tries + 1, 0
             if self._tries < TRIES:
                 yield from self._seek(facts, now)
             else:
                 self.stage = "idle"
-        elif now >= self._until:  # the report of the end may have been lost with a link
-            self._until = now + ASKED_S
+        elif now >= self._deadline:  # the report of the end may have been lost with a link
+            self._deadline = now + ASKED_S
             yield events.Send(self.leader, facts.own)
 
     def _seek(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Follow the current leader, or find the first reachable host of the list to lead."""
         if self.leader:
-            self.stage, self._until = "following", now + ASKED_S
+            self.stage, self._deadline = "following", now + ASKED_S
             return
-        while self._at < len(facts.hosts) and facts.hosts[self._at] in facts.dead:
-            self._at += 1
-        if self._at < len(facts.hosts) and facts.hosts[self._at] != self._me:
+        while self._host_index < len(facts.hosts) and facts.hosts[self._host_index] in facts.dead:
+            self._host_index += 1
+        if self._host_index < len(facts.hosts) and facts.hosts[self._host_index] != self._me:
             self.stage = "reaching"
-            yield events.Reach(self.run, facts.hosts[self._at], REACH_S)
+            yield events.Reach(self.run, facts.hosts[self._host_index], REACH_S)
             return
         self.leader, self.stage, self._lead = self._me, "settling", _Lead()
         for host in self._list_others(facts):
             yield events.Send(host, peer.SalvageAsk())  # no host leaves or leads while pending saves progress
-        yield events.Settle(self.run, MUSTER_S)
+        yield events.Settle(self.run, COLLECT_S)
 
     def _list_others(self, facts: SalvageFacts) -> list[str]:
         return [host for host in facts.hosts if host != self._me]
 
     def _on_reached(self, event: events.Reached, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         host, lead = event.host, self._lead
-        if self.stage == "reaching" and host == facts.hosts[self._at]:
+        if self.stage == "reaching" and host == facts.hosts[self._host_index]:
             if event.there:
-                self.stage, self._until = "calling", now + ASKED_S
+                self.stage, self._deadline = "calling", now + ASKED_S
                 yield events.Send(host, msgspec.structs.replace(facts.own, calls=True))
             else:
-                self._at += 1
+                self._host_index += 1
                 yield from self._seek(facts, now)
-        elif self.stage in ("mustering", "writing") and host in lead.asking:
+        elif self.stage in ("collecting", "writing") and host in lead.asking:
             lead.asking.discard(host)
             lead.asked[host] = now
-            if self.stage == "mustering":
+            if self.stage == "collecting":
                 if event.there:
                     yield events.Send(host, peer.SalvageAsk())
             elif host in self._list_awaited():
@@ -274,8 +276,8 @@ class SalvageRules:
         """Handle an answer, a call to lead, or a follower's question whether the salvage is over."""
         if self.leads:
             self._lead.have[host] = message
-            if self.stage == "mustering":
-                yield from self._muster(facts, now)
+            if self.stage == "collecting":
+                yield from self._collect_seals(facts, now)
         elif self.saved:
             yield events.Send(host, peer.SalvageOver(True))
         elif self.busy:
@@ -302,20 +304,20 @@ class SalvageRules:
             self.gathering.clear()
             yield events.Halt()
         if self.busy:
-            self.stage, self._until = "following", now + ASKED_S
+            self.stage, self._deadline = "following", now + ASKED_S
         elif facts.detached and not self._over:
             yield from self._start(facts, now)
 
     # ---- the leader ------------------------------------------------------------------------------------
 
-    def _muster(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
+    def _collect_seals(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Wait for the other hosts' answers, then choose the versions to save."""
         lead = self._lead
         silent = [host for host in self._list_others(facts) if host not in lead.have and host not in facts.dead]
         if silent and now < lead.until:
             yield from self._reach_hosts(silent, now)
             return
-        lead.queue = find_newest_seals(lead.have, facts.rejected)
+        lead.queue = find_newest_seals(lead.have, facts.is_rejected)
         if lead.queue:
             yield from self._find_newest()
         else:
@@ -331,7 +333,7 @@ class SalvageRules:
 
     def _find_newest(self) -> Iterator[Effect]:
         self.stage, self._lead.tries, self._lead.first = "looking", 0, ""
-        yield events.Look(self.run, MUSTER_S)
+        yield events.Look(self.run, COLLECT_S)
 
     def _on_looked(self, event: events.Looked, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         wanted = self._lead.queue[0]
@@ -451,14 +453,14 @@ class SalvageRules:
 
 
 def find_newest_seals(
-    have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp], bool]
+    have: Mapping[str, peer.SalvageHave], is_rejected: Callable[[str, Stamp], bool]
 ) -> list[peer.Sealed]:
     """Return the newest seal of each training, preferably as reported by a host that holds it."""
     found: dict[str, tuple[peer.Sealed, bool]] = {}
     for answer in have.values():
         held = {(copy.training, copy.stamp) for copy in answer.held}
         for sealed in answer.sealed:
-            if rejected(sealed.training, sealed.stamp):
+            if is_rejected(sealed.training, sealed.stamp):
                 continue
             known, has = found.get(sealed.training), (sealed.training, sealed.stamp) in held
             if known is None or (sealed.stamp, has) > (known[0].stamp, known[1]):

@@ -30,10 +30,10 @@ class SaveFacts:
             save.
         before_end_s: How long before the job's time limit a version is saved, in seconds.
         flushes: Agents stay until the last versions are saved.
-        rejected: Returns whether a version of a training has been rejected.
+        is_rejected: Returns whether a version of a training has been rejected.
         any_rejected: Any version has been rejected.
-        names: Returns the names that a version of a training is to have.
-        through: Returns the bytes of a training that are written.
+        find_names: Returns the names that a version of a training is to have.
+        count_written_bytes: Returns the bytes of a training that are written.
         attempt: Number that no other save has.
         unserved_per_day: Failures a day that memory cannot serve, if the interval is derived from them, else
             None.
@@ -51,10 +51,10 @@ class SaveFacts:
     interval_s: float
     before_end_s: float
     flushes: bool
-    rejected: Callable[[str, Stamp], bool]
+    is_rejected: Callable[[str, Stamp], bool]
     any_rejected: bool
-    names: Callable[[str, Stamp], Mapping[str, int]]
-    through: Callable[[str], int]
+    find_names: Callable[[str, Stamp], Mapping[str, int]]
+    count_written_bytes: Callable[[str], int]
     attempt: int
     unserved_per_day: float | None = None
 

@@ -170,9 +170,11 @@ class SaveRules:
             case events.EndsIn():
                 self._ends_at = math.inf if event.left_s is None else now + event.left_s
             case events.Stored():
-                self.saved.update({n: found for n, found in event.there.items() if not facts.rejected(n, found[0])})
+                self.saved.update(
+                    {n: found for n, found in event.there.items() if not facts.is_rejected(n, found[0])}
+                )
             case events.Rejected():  # rejected versions on the tier are useless
-                self.saved = {n: found for n, found in self.saved.items() if not facts.rejected(n, found[0])}
+                self.saved = {n: found for n, found in self.saved.items() if not facts.is_rejected(n, found[0])}
             case events.Freeze():
                 self.last = False
                 self._tidy.clear()
@@ -212,7 +214,7 @@ class SaveRules:
 
     def _on_sealed(self, name: str, stamp: Stamp, facts: SaveFacts, now: float) -> Iterator[Effect]:
         """Save the sealed version if a save is due."""
-        if not facts.tier or stamp.epoch != facts.epoch or facts.rejected(name, stamp):
+        if not facts.tier or stamp.epoch != facts.epoch or facts.is_rejected(name, stamp):
             return
         yield from self._save_kept(name, facts, now)
         due = now >= self._due.setdefault(name, now + self._derive_interval_s(name, facts)) or self._is_near_end(
@@ -230,8 +232,8 @@ class SaveRules:
         name.
         """
         stamp, _ = facts.sealed.get(name, (None, 0))
-        wanted = facts.names(name, stamp) if stamp is not None else {}
-        if not wanted or stamp is None or not facts.leads or not facts.tier or facts.rejected(name, stamp):
+        wanted = facts.find_names(name, stamp) if stamp is not None else {}
+        if not wanted or stamp is None or not facts.leads or not facts.tier or facts.is_rejected(name, stamp):
             return
         yield from self._expire(name, facts, now)
         first, gathering, serving = (
@@ -411,7 +413,7 @@ class SaveRules:
             reason = flush.reason or "no version of this training has been sealed yet"
             yield from self._answer(number, stamp or _NOTHING, reason, facts, now)
             return
-        if facts.rejected(name, stamp):  # a rejected version is not needed
+        if facts.is_rejected(name, stamp):  # a rejected version is not needed
             yield from self._answer(number, stamp, "", facts, now)
             return
         kept = self.saved.get(name)
@@ -494,7 +496,7 @@ class SaveRules:
         if name not in facts.sealed:
             return False
         (stamp, _), known = facts.sealed[name], self.saved.get(name)
-        return facts.rejected(name, stamp) or (known is not None and known[0] >= stamp)
+        return facts.is_rejected(name, stamp) or (known is not None and known[0] >= stamp)
 
     def _stop_waiting(self, facts: SaveFacts) -> Iterator[Effect]:
         """Stop waiting for the last versions, here and on the nodes below."""
@@ -509,7 +511,7 @@ class SaveRules:
     def _check_waits(self, facts: SaveFacts, now: float) -> Iterator[Effect]:
         for number, settling in list(self._settling.items()):
             if not settling.tidying:
-                through = sum(facts.through(name) for name in self.gathering)
+                through = sum(facts.count_written_bytes(name) for name in self.gathering)
                 if through != settling.through:
                     settling.through, settling.since = through, now
                 if self.gathering and now - settling.since < settling.stalled_s:

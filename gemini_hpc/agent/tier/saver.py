@@ -57,7 +57,7 @@ class Saver:
         rejections: Rejections,
         node: NodeWriter,
         *,
-        salvaging: Callable[[], bool],
+        is_salvaging: Callable[[], bool],
     ) -> None:
         """Create the saver.
 
@@ -68,12 +68,12 @@ class Saver:
             keeps: Wishes to keep versions.
             rejections: Rejected versions.
             node: Writer of this node's files.
-            salvaging: Returns whether the surviving nodes save the job's last versions by themselves (`salvage`).
+            is_salvaging: Returns whether the surviving nodes save the job's last versions by themselves (`salvage`).
         """
         self._identity, self._membership = context.identity, context.membership
         self._log, self._spawn = context.log, context.spawn
         self._trainings, self._choice, self._keeps, self._rejections = trainings, tier, keeps, rejections
-        self.node, self._salvaging = node, salvaging
+        self.node, self._is_salvaging = node, is_salvaging
         self._decides = SaveRules()
         self._events: deque[events.Event] = deque()
         self._stepping = False
@@ -250,16 +250,16 @@ class Saver:
             sealed={t.name: (t.sealed, t.world) for t in self._trainings if t.sealed is not None},
             missing=incarnation is not None and incarnation.is_incomplete(now),
             silent_s=0.0 if incarnation is None else incarnation.silent_s,
-            salvaging=self._salvaging(),
+            salvaging=self._is_salvaging(),
             tier=bool(self.tier),
             interval_s=self._choice.interval_s,
             unserved_per_day=self._choice.unserved_per_day,
             before_end_s=settings.tier_before_end_s,
             flushes=bool(settings.tier_flush_s),
-            rejected=self._rejections.is_rejected,
+            is_rejected=self._rejections.is_rejected,
             any_rejected=bool(self._rejections.all),
-            names=self._keeps.find_due_names,
-            through=self.count_written_bytes,
+            find_names=self._keeps.find_due_names,
+            count_written_bytes=self.count_written_bytes,
             attempt=int.from_bytes(os.urandom(4)),
         )
 

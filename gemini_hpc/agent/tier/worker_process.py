@@ -96,7 +96,7 @@ class _Process:
 async def carry_out(
     order: orders.Order,
     fds: Sequence[int] = (),
-    progress: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], None] = lambda _: None,
     *,
     stuck_s: float = STUCK_S,
 ) -> orders.Answer:
@@ -105,7 +105,7 @@ async def carry_out(
     Args:
         order: The order.
         fds: Descriptors that the order names.
-        progress: Called with the bytes done so far.
+        on_progress: Called with the bytes done so far.
         stuck_s: Seconds without an answer after which the process counts as stuck. If it hangs in the kernel, it
             is left to end when it can.
 
@@ -132,7 +132,7 @@ async def carry_out(
                 raise TierFailed(answer.reason)
             if not isinstance(answer, orders.Progress):
                 return answer
-            progress(answer.bytes)
+            on_progress(answer.bytes)
     except TimeoutError:
         raise TierUnanswered(f"{order.tier}: the file system has not answered for {stuck_s:.0f} s") from None
     except (msgspec.MsgspecError, ValueError, OSError) as error:

@@ -117,7 +117,7 @@ class Connection:
         self.arrival, self._link, self._silence_s = arrival, link, silence_s
         self._receipts = Receipts(link)
         self._hasher = xxhash.xxh3_128()
-        self._at = 0  # the next byte to come
+        self._offset = 0  # the next byte to come
         self._hashed = -1  # the end of the bytes in the hasher, which begin with a piece
 
     def wait(self) -> None:
@@ -135,7 +135,7 @@ class Connection:
             LinkClosed: The chunk is not wanted, or its bytes do not arrive.
         """
         with self.arrival.claim(chunk.offset, chunk.length) as part:
-            self._at = chunk.offset
+            self._offset = chunk.offset
             self._link.fill(part, self._silence_s, self._hash_next)
         self._receipts.add(chunk.length)
 
@@ -143,15 +143,15 @@ class Connection:
         """Hash the next bytes."""
         done = 0
         while done < len(data):
-            number = self._at // PIECE_BYTES
-            count = min(len(data) - done, (number + 1) * PIECE_BYTES - self._at)
-            if self._at % PIECE_BYTES == 0:
+            number = self._offset // PIECE_BYTES
+            count = min(len(data) - done, (number + 1) * PIECE_BYTES - self._offset)
+            if self._offset % PIECE_BYTES == 0:
                 self._hasher.reset()
-                self._hashed = self._at
+                self._hashed = self._offset
             with data[done : done + count] as part:
-                if self._hashed == self._at:
+                if self._hashed == self._offset:
                     self._hasher.update(part)
                     self._hashed += count
-            self._at, done = self._at + count, done + count
-            is_whole = self._hashed == self._at == min(self.arrival.pieces.length, (number + 1) * PIECE_BYTES)
+            self._offset, done = self._offset + count, done + count
+            is_whole = self._hashed == self._offset == min(self.arrival.pieces.length, (number + 1) * PIECE_BYTES)
             self.arrival.record_landed(number, count, self._hasher.digest() if is_whole else None)

@@ -35,16 +35,16 @@ class Making:
             pull.PullFailed: The parts do not make the copy.
         """
         self._copy, self._memory = copy, memory
-        self._where = {(part.rank, bool(part.of)): (source, part) for source, part in parts}
+        self._parts = {(part.rank, bool(part.members)): (source, part) for source, part in parts}
         try:
             folds = _plan_folds(copy, [part for _, part in parts])
         except (KeyError, ValueError) as exc:
             raise pull.PullFailed(f"its parts do not make it: {exc}") from None
-        if any(fold.at + fold.end - fold.start > copy.used for fold in folds):
+        if any(fold.offset + fold.end - fold.start > copy.used for fold in folds):
             raise pull.PullFailed("its parts are longer than it is")
         by_place: dict[int, list[parity.ParityTerm]] = {}
         for fold in folds:
-            by_place.setdefault(fold.at, []).append(fold)
+            by_place.setdefault(fold.offset, []).append(fold)
         self.regions = list(by_place.values())  # the regions are disjoint
 
     def clear(self) -> None:
@@ -59,7 +59,7 @@ class Making:
             pull.PullFailed: A part is not available, or `stop` is set meanwhile.
         """
         with self._memory.view() as view:
-            return sum(_fold_in(one, view, self._where, stop) for one in region)
+            return sum(_fold_in(one, view, self._parts, stop) for one in region)
 
     def check_digest(self, found: str) -> str:
         """Return the digest of the result.
@@ -67,7 +67,7 @@ class Making:
         Raises:
             pull.PullFailed: The digest is not the expected one.
         """
-        if not self._copy.of and found != self._copy.digest:
+        if not self._copy.members and found != self._copy.digest:
             raise pull.PullFailed("the digest does not match: what it was made of does not belong together")
         return found
 
@@ -85,42 +85,42 @@ def make(copy: Copy, memory: Memfd, parts: Parts, stop: Event) -> tuple[str, int
 
 
 def _plan_folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.ParityTerm]:
-    shards, beside = [part for part in parts if not part.of], [part for part in parts if part.of]
-    used = {member.rank: member.used for part in (copy, *beside) for member in part.of}
+    shards, beside = [part for part in parts if not part.members], [part for part in parts if part.members]
+    used = {member.rank: member.used for part in (copy, *beside) for member in part.members}
     used |= {part.rank: part.used for part in shards}
     whole, rooms = {part.rank for part in shards}, {part.rank: part.room for part in beside}
     ranks = tuple(sorted({copy.rank, *used, *rooms}))
     if len(ranks) > parity.MAX_MEMBERS:
         raise ValueError(f"a stripe of {len(ranks)} members")
-    if copy.of:
+    if copy.members:
         return parity.Stripe(ranks, copy.blocks).derive_encoding_without(copy.rank, used, whole, rooms, copy.room)
     stripe = parity.Stripe(ranks, beside[0].blocks if beside else 1)
     return stripe.derive_decoding(copy.rank, used | {copy.rank: copy.used}, whole, rooms)
 
 
 def _fold_in(
-    one: parity.ParityTerm,
+    term: parity.ParityTerm,
     view: memoryview,
-    where: Mapping[tuple[int, bool], tuple[pull.Source | Memfd, Copy]],
+    parts: Mapping[tuple[int, bool], tuple[pull.Source | Memfd, Copy]],
     stop: Event,
 ) -> int:
-    def take(at: int, data: memoryview) -> None:
-        with view[one.at + at : one.at + at + len(data)] as into:
-            galois.add(into, data, one.by)
+    def add_bytes(at: int, data: memoryview) -> None:
+        with view[term.offset + at : term.offset + at + len(data)] as into:
+            galois.add(into, data, term.factor)
 
-    found = where.get((one.rank, one.parity))
+    found = parts.get((term.rank, term.parity))
     if found is None:
-        raise pull.PullFailed(f"the {'parity beside' if one.parity else 'copy of'} shard {one.rank} is not known")
+        raise pull.PullFailed(f"the {'parity beside' if term.parity else 'copy of'} shard {term.rank} is not known")
     source, part = found
-    end = min(one.end, part.used)  # the rest of a parity is zero
-    if end <= one.start:
+    end = min(term.end, part.used)  # the rest of a parity is zero
+    if end <= term.start:
         return 0
     if isinstance(source, Memfd):
-        with source.view() as memory, memory[one.start : end] as data:
-            take(0, data)
+        with source.view() as memory, memory[term.start : end] as data:
+            add_bytes(0, data)
         return 0
     try:
-        pull.fetch_part(part, one.start, end, source, take, stop)
+        pull.fetch_part(part, term.start, end, source, add_bytes, stop)
     except (OSError, HandshakeError, LinkClosed, FrameError, pull.PullFailed) as exc:
         raise pull.PullFailed(f"{source.host}: {str(exc) or type(exc).__name__}") from None
-    return end - one.start
+    return end - term.start

@@ -102,7 +102,7 @@ class PartReceiver:
                 with memoryview(piece)[: min(len(piece), stop - at, place.end - at)] as data:
                     link.fill(data, silence_s)
                     hasher.update(data)
-                    part.fold.add(place.at + at - place.start, data, place.by)
+                    part.fold.add(place.offset + at - place.start, data, place.factor)
                     at += len(data)
             receipts.add(stop - start)
         receipts.wait()
@@ -144,29 +144,29 @@ class PartReceiver:
             fold.wanted.discard(ask.rank)
             fold.writing.add(ask.rank)
             shard.pair.slots[fold.index].busy = True
-            fold.members[ask.rank] = Member(ask.rank, shard.parity.homes[ask.rank], head.bytes, head.used, "")
+            fold.folded[ask.rank] = Member(ask.rank, shard.parity.homes[ask.rank], head.bytes, head.used, "")
             wanted = stripe.find_part(ask.rank, shard.rank, head.used)
             places = stripe.derive_share(ask.rank, shard.rank, head.used, fold.room)
             return Part(shard, fold, ask.rank, wanted, places)
         self._log("skipped", version=head.version, detail=f"parity of the shard of rank {ask.rank}: {reason}")
         return reason
 
-    async def _grow(self, training: Training, shard: Shard, of: Parity, head: peer.PushHead) -> str:
+    async def _grow(self, training: Training, shard: Shard, parity_wanted: Parity, head: peer.PushHead) -> str:
         """Create larger parity for a shard that has outgrown its slots at its home.
 
         Return why this version is not accepted. The larger parity serves from the next version on, because other
         members' bytes of this version are in the smaller parity.
         """
         number = self._membership.round
-        room = _build_stripe(shard, of).compute_block_bytes(max(head.bytes, head.used))
+        room = _build_stripe(shard, parity_wanted).compute_block_bytes(max(head.bytes, head.used))
         try:
             larger = await self._store.make_shard(
                 shard.training,
                 shard.rank,
                 shard.world,
                 shard.home,
-                of.blocks * room,
-                parity=Parity(of.homes, of.blocks),
+                parity_wanted.blocks * room,
+                parity=Parity(parity_wanted.homes, parity_wanted.blocks),
             )
         except NoMemory as exc:
             training.note = str(exc)
@@ -198,7 +198,7 @@ class PartReceiver:
             view.release()
             return None
         slot.busy = False
-        into.of[index] = ()
+        into.members[index] = ()
         if into.fill is not None:
             into.fill.view.release()
         into.fill = ParityFold(stamp, index, view, shard.bytes // into.blocks, into.homes)
@@ -260,8 +260,8 @@ class PartReceiver:
                 detail = f"parity of the shard of rank {part.rank}: its digest differs after the transfer"
                 self._log("damaged", version=fold.stamp.version, detail=detail)
         else:
-            member = fold.members[part.rank]
-            fold.members[part.rank] = Member(member.rank, member.home, member.bytes, member.used, digest, mark)
+            member = fold.folded[part.rank]
+            fold.folded[part.rank] = Member(member.rank, member.home, member.bytes, member.used, digest, mark)
         slot, state = shard.pair.slots[fold.index], shard.parity
         if not any(shard is held for held in self._store.list_all()):  # the parity has been freed meanwhile
             return 0
@@ -277,12 +277,12 @@ class PartReceiver:
         return part.wanted[1] - part.wanted[0]
 
     async def _complete(self, shard: Shard, state: Parity, fold: ParityFold) -> None:
-        lengths = {m.rank: m.used for m in fold.of}
+        lengths = {m.rank: m.used for m in fold.members}
         used = _build_stripe(shard, state).compute_parity_bytes(shard.rank, lengths, fold.room)
         slot = shard.pair.slots[fold.index]
         slot.busy = True
         digest = await self._store.pool.digest(shard.memory[fold.index], used, urgency=Urgency.ARRIVING)
-        state.of[fold.index], state.rooms[fold.index] = fold.of, fold.room
+        state.members[fold.index], state.rooms[fold.index] = fold.members, fold.room
         self._forget(state, fold)
         self._filling.complete_slot(shard, fold.index, Committed(fold.stamp, used, digest), digest)
 

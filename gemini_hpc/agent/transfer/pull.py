@@ -98,7 +98,7 @@ class _Fetch:
         self._busy = [0] * len(sources)  # connections of each source
         self._dialling = 0  # connections without an answer so far
         self._answered: set[int] = set()  # sources that have begun to serve
-        self._forgiven: set[int] = set()  # sources of wrong pieces that are asked again, because no other is left
+        self._retried: set[int] = set()  # sources of wrong pieces that are asked again, because no other is left
         self._over = False
         self._failures: dict[int, str] = {}
         self._came = 0
@@ -172,8 +172,8 @@ class _Fetch:
         guilty = {self._from[number] for number in wrong}
         innocent = [index for index in self._list_usable() if index not in guilty]
         for index in sorted(guilty):
-            if not innocent and index not in self._forgiven:
-                self._forgiven.add(index)
+            if not innocent and index not in self._retried:
+                self._retried.add(index)
                 continue
             count = sum(self._from[number] == index for number in wrong)
             self._failures.setdefault(index, f"damaged pieces: {count}")
@@ -275,7 +275,7 @@ class _Fetch:
 
 
 def fetch_part(
-    copy: Copy, start: int, end: int, source: Source, take: Callable[[int, memoryview], None], stop: Event
+    copy: Copy, start: int, end: int, source: Source, write_bytes: Callable[[int, memoryview], None], stop: Event
 ) -> None:
     """Pull the bytes from `start` to `end` of a copy, or of the parity beside it (blocking).
 
@@ -284,7 +284,7 @@ def fetch_part(
         start: First byte.
         end: Byte after the last one.
         source: Agent to pull from.
-        take: Receives each part with its distance from `start`, before the digests of the pieces are verified.
+        write_bytes: Receives each part with its distance from `start`, before the digests of the pieces are verified.
         stop: Cancels the pull.
 
     Raises:
@@ -307,7 +307,7 @@ def fetch_part(
             if stop.is_set():
                 raise PullFailed("cancelled by a new recovery round")
             hasher.update(data)
-            take(at, data)
+            write_bytes(at, data)
             at += len(data)
 
         while at < end - start:
@@ -318,7 +318,7 @@ def fetch_part(
 
 
 def _describe_content(copy: Copy) -> tuple[object, ...]:
-    return copy.used, copy.digest, copy.of, copy.blocks, copy.room
+    return copy.used, copy.digest, copy.members, copy.blocks, copy.room
 
 
 @contextmanager
@@ -334,7 +334,7 @@ def _dial(source: Source) -> Iterator[BlockingLink]:
 def _ask(
     link: BlockingLink, copy: Copy, source: Source, start: int, end: int, *, digests: bool = False, bare: bool = False
 ) -> None:
-    link.send(peer.PullAsk(copy.training, copy.rank, source.stamp, bool(copy.of), start, end, digests, bare))
+    link.send(peer.PullAsk(copy.training, copy.rank, source.stamp, bool(copy.members), start, end, digests, bare))
 
 
 def _receive_head(link: BlockingLink, copy: Copy, within_s: float) -> peer.PullHead:

@@ -151,7 +151,7 @@ class PullScheduler:
         if not keep:
             return await self._pull_guest(copy, sources)
         number = self._membership.round
-        parity = Parity({member.rank: member.home for member in copy.of}, copy.blocks) if copy.of else None
+        parity = Parity({member.rank: member.home for member in copy.members}, copy.blocks) if copy.members else None
         stop = self._stops[_build_key(copy)] = Event()
         stamp = self._stamps[_build_key(copy)] = copy.stamp
         try:
@@ -193,7 +193,7 @@ class PullScheduler:
                         raise pull.PullFailed(f"{host} is dead")
                     found.append((source, part))
                     continue
-                held = self._store.find_version(part.training, part.rank, part.stamp, parity=bool(part.of))
+                held = self._store.find_version(part.training, part.rank, part.stamp, parity=bool(part.members))
                 if held is None or held[0].pair.slots[held[1]].digest != part.digest:
                     raise pull.PullFailed(f"shard {part.rank} is not held here")
                 found.append((held[0].memory[held[1]], part))
@@ -221,7 +221,7 @@ class PullScheduler:
 
     def _complete_slot(self, copy: Copy, shard: Shard, index: int) -> None:
         if shard.parity is not None:
-            shard.parity.of[index], shard.parity.rooms[index] = copy.of, copy.room
+            shard.parity.members[index], shard.parity.rooms[index] = copy.members, copy.room
         shard.complete_slot(index, Committed(copy.stamp, copy.used, copy.digest))
         self._trainings.recount(copy.training)
 
@@ -327,7 +327,7 @@ class PullScheduler:
 
 def _build_key(copy: Copy) -> tuple[str, int]:
     """Return the key of a pull. Parity gets a negative rank, because it is no rank's shard."""
-    return copy.training, -1 - copy.rank if copy.of else copy.rank
+    return copy.training, -1 - copy.rank if copy.members else copy.rank
 
 
 def _find_planned_port(incarnation: Incarnation, host: str) -> int:

@@ -17,20 +17,20 @@ from gemini_hpc.wire import peer
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 
 
-async def serve(link: Link, pool: DigestPool, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | bool]) -> None:
+async def serve(link: Link, pool: DigestPool, find_copy: Callable[[peer.PullAsk], tuple[Copy, Memfd] | bool]) -> None:
     """Answer the `PullAsk`s on a connection, all for the same copy, and close it.
 
     Args:
         link: The connection.
         pool: Threads that make the digests of pieces.
-        find: Returns the copy with its memory, or whether the copy is on its way here.
+        find_copy: Returns the copy with its memory, or whether the copy is on its way here.
     """
     try:
         async with asyncio.timeout(SILENCE_S):
             ask = await link.receive()
         if not isinstance(ask, peer.PullAsk):
             return
-        found = find(ask)
+        found = find_copy(ask)
         if isinstance(found, bool):
             await link.flush(peer.PullHead(None, "on its way there" if found else "not held here", later=found))
             return

@@ -316,7 +316,7 @@ class PushReceiver:
             runs = [(0, pieces.count)]
         else:
             runs = arrival.list_present_runs()
-        beside = [self._pool.hash(memory, pieces, *them, urgency=Urgency.ARRIVING) for them in runs]
+        beside = [self._pool.hash(memory, pieces, *run, urgency=Urgency.ARRIVING) for run in runs]
         push.arrival = arrival  # before any byte can come
         if window is None:
             link.send(peer.PushAnswer(present=taken.present))

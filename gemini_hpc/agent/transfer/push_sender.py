@@ -141,7 +141,7 @@ class Channel:
         self._stopped = False
         self._reader: tuple[threading.Thread, Stripes] | None = None
         self._file: FileIO | None = None  # the slot
-        self._used = self._at = 0
+        self._used = self._offset = 0
         self._reading: PendingDigest | None = None  # of the whole slot
         self._part: Digest | None = None  # digest of the bytes sent, if the holder wants only a part of the shard
         self._there: deque[Range] = deque()  # ranges that the holder has, still to be skipped
@@ -226,7 +226,7 @@ class Channel:
             self._page.publish_progress(0, 0)
         self._forget_writer()
         self._forget_slot()
-        self._used = self._at = 0
+        self._used = self._offset = 0
         self._hashing_s = 0.0
         self._part = self._reading = None
         self._there.clear()
@@ -272,22 +272,22 @@ class Channel:
         self._pass_over()
         link = self._link
         step = _STEP_BYTES * (len(link.links) if link is not None else 1)
-        length = min(most, step, (self._there[0][0] if self._there else self._used) - self._at)
+        length = min(most, step, (self._there[0][0] if self._there else self._used) - self._offset)
         link = self._expect(length)
         assert self._file is not None
         if self._writer is not None and self._writer.is_connected:
             self._write(self._writer, length)
         else:
-            link.send(self._file, self._at, length)
+            link.send(self._file, self._offset, length)
         if self._part is not None:  # the slot's pages do not change meanwhile
-            for at in range(self._at, self._at + length, _PIECE_BYTES):
-                self._part.update(os.pread(self._file.fileno(), min(_PIECE_BYTES, self._at + length - at), at))
-        self._at += length
+            for at in range(self._offset, self._offset + length, _PIECE_BYTES):
+                self._part.update(os.pread(self._file.fileno(), min(_PIECE_BYTES, self._offset + length - at), at))
+        self._offset += length
 
     def _write(self, writer: Writer, length: int) -> None:
         """Write the next bytes into the holder's slot, and wait until they are there."""
         with self._rest_on_failure():
-            writer.write(self._at, length, self._check_wanted)
+            writer.write(self._offset, length, self._check_wanted)
         self._hashing_s = self._used / _HASHED_BYTES_S
         self._acknowledge(self._sent)
 
@@ -316,8 +316,8 @@ class Channel:
 
     def _pass_over(self) -> None:
         """Skip the ranges that the holder has already."""
-        while self._there and self._at == self._there[0][0]:
-            self._at = self._there.popleft()[1]
+        while self._there and self._offset == self._there[0][0]:
+            self._offset = self._there.popleft()[1]
 
     def _finish_version(self) -> None:
         link = self._link
@@ -343,7 +343,7 @@ class Channel:
             self._taken = False
         self._reply(local.Ok())
         self._forget_slot()
-        self._used = self._at = 0
+        self._used = self._offset = 0
 
     def _send_again(self, numbers: Sequence[int], pieces: Pieces) -> None:
         """Send the pieces that differ at the holder. They are few, so they do not wait for the training.

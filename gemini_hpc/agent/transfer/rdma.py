@@ -57,11 +57,11 @@ class RdmaError(Exception):
 
 
 @contextmanager
-def _convert_errors(what: str) -> Iterator[None]:
+def _convert_errors(action: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, RuntimeError) as exc:
-        raise RdmaError(f"{what}: {exc}"[:300]) from None
+        raise RdmaError(f"{action}: {exc}"[:300]) from None
 
 
 def _wait_readable(fd: int, timeout_s: float) -> bool:
@@ -279,9 +279,9 @@ class Window:
         self._completions.close()
 
     @staticmethod
-    def _ends(way: Callable[[], None]) -> bool:
+    def _ends(attempt: Callable[[], None]) -> bool:
         try:
-            way()
+            attempt()
         except (RdmaError, OSError, ValueError, TypeError, RuntimeError):
             return False
         return True
@@ -416,7 +416,7 @@ class Rdma:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._port: RdmaPort | None = None
         self.state = ""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._resting: dict[str, float] = {}  # by host: until when it is not tried
         self._slots: WeakKeyDictionary[Memfd, Registered | None] = WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -445,9 +445,9 @@ class Rdma:
         """Report why TCP serves. Each reason is reported once."""
         self.state = state or f"{self._port.title if self._port else 'none'}; TCP: {reason}"
         with self._lock:
-            if reason in self._told or len(self._told) >= _MOST_REASONS:
+            if reason in self._reported or len(self._reported) >= _MOST_REASONS:
                 return
-            self._told.add(reason)
+            self._reported.add(reason)
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: the agent ends
             self._loop.call_soon_threadsafe(partial(self._log, "rdma", detail=f"TCP instead of RDMA: {reason}"))

@@ -16,21 +16,21 @@ class Receipts:
 
     def __init__(self, link: BlockingLink) -> None:
         self._link = link
-        self._arrived = self._told = 0
+        self._arrived = self._acknowledged = 0
         self._since = 0.0  # arrival of the first byte that is not acknowledged
 
     def add(self, count: int) -> None:
         """Record that this many bytes have arrived."""
         now = clock.monotonic()
-        if self._arrived == self._told:
+        if self._arrived == self._acknowledged:
             self._since = now
         self._arrived += count
-        if self._arrived - self._told >= _MOST_BYTES or now - self._since >= _MOST_S:
+        if self._arrived - self._acknowledged >= _MOST_BYTES or now - self._since >= _MOST_S:
             self.acknowledge()
 
     def wait(self) -> None:
         """Wait for the next message. If none is there yet, all bytes are acknowledged before."""
-        if self._arrived != self._told and not self._link.wait(0):
+        if self._arrived != self._acknowledged and not self._link.wait(0):
             self.acknowledge()
         self._link.wait(None)
 
@@ -40,6 +40,6 @@ class Receipts:
         Raises:
             OSError: The connection fails.
         """
-        if self._arrived != self._told:
-            self._told = self._arrived
+        if self._arrived != self._acknowledged:
+            self._acknowledged = self._arrived
             self._link.send(peer.PushAck(self._arrived))

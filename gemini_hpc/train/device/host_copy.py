@@ -61,9 +61,9 @@ def _cut_pieces(into: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torc
         if source.numel():
             yield into, source
         return
-    to, of = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (into, source))
-    for at in range(0, of.numel(), PIECE_BYTES):
-        yield to[at : at + PIECE_BYTES], of[at : at + PIECE_BYTES]
+    target_bytes, source_bytes = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (into, source))
+    for at in range(0, source_bytes.numel(), PIECE_BYTES):
+        yield target_bytes[at : at + PIECE_BYTES], source_bytes[at : at + PIECE_BYTES]
 
 
 def _create_copies(device: torch.device | None) -> HostCopies | None:

@@ -24,14 +24,14 @@ class Pins:
     Slots stay mapped until they are released here. Only one thread at a time may use this object.
     """
 
-    def __init__(self, pin: Callable[[torch.Tensor], Pin], refused: Callable[[str], None]) -> None:
+    def __init__(self, pin: Callable[[torch.Tensor], Pin], on_refusal: Callable[[str], None]) -> None:
         """Create an empty set of pins.
 
         Args:
             pin: Pins a mapping. Raises RuntimeError.
-            refused: Called once, with the reason, when `pin` fails. Nothing more is pinned after that.
+            on_refusal: Called once, with the reason, when `pin` fails. Nothing more is pinned after that.
         """
-        self._pin, self._refused = pin, refused
+        self._pin, self._on_refusal = pin, on_refusal
         self._pinned: dict[int, tuple[TensorSlot, Pin]] = {}
         self.problem = ""
 
@@ -50,7 +50,7 @@ class Pins:
                 self._pinned[at] = slot, self._pin(slot.bytes)
             except RuntimeError as error:
                 self.problem = str(error)
-                self._refused(self.problem)
+                self._on_refusal(self.problem)
                 return False
         return True
 

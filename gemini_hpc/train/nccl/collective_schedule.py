@@ -70,9 +70,9 @@ class Program:
     late_s: float
     spilled_bytes: int
 
-    def count_due(self, at: Place) -> int:
+    def count_due(self, place: Place) -> int:
         """Return the number of chunks, from the first, that must be enqueued by this place."""
-        return bisect_right(self.places, at)
+        return bisect_right(self.places, place)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class Driver:
         self._open: Carried | None = None
         self._carried: dict[int, Carried] = {}
         self._undrained = self._closing = self._over = False
-        self._told = self._local = self._leaves = False
+        self._announced = self._local = self._leaves = False
         # Where nothing is sealed, or a holder refuses, a rank's versions go over gloo until a round shows that all
         # ranks are well. Over gloo the ranks find a common version by asking each other, and a holder may have left
         # NCCL.
@@ -215,10 +215,10 @@ class Driver:
             pieces: list[Piece] = []
             end = 0
             for piece, view in zip(self._capture.manifest.pieces, views, strict=True):
-                if piece.at > end:  # gaps between tensors are sent too, because the digest covers them
-                    pieces.append(Piece(end, self._zeros[: piece.at - end]))
-                pieces.append(Piece(piece.at, view))
-                end = piece.at + self._capture.manifest.count_bytes(piece)
+                if piece.start > end:  # gaps between tensors are sent too, because the digest covers them
+                    pieces.append(Piece(end, self._zeros[: piece.start - end]))
+                pieces.append(Piece(piece.start, view))
+                end = piece.start + self._capture.manifest.count_bytes(piece)
             known = self._tensors = views, Tensors(pieces)
         return known[1]
 
@@ -267,11 +267,11 @@ class Driver:
         except Exception as error:
             self.fail(f"{type(error).__name__}: {error}")
 
-    def finish(self, *, in_peace: bool) -> None:
-        """End the copies, because the training is over. `in_peace`: on all ranks."""
-        self._run_guarded(self._exchange.finish if in_peace else lambda: None)
+    def finish(self, *, orderly: bool) -> None:
+        """End the copies, because the training is over. `orderly`: on all ranks."""
+        self._run_guarded(self._exchange.finish if orderly else lambda: None)
         self._closing = True
-        if not in_peace:
+        if not orderly:
             self.fail("the training has ended")
 
     def interrupt(self) -> None:
@@ -424,6 +424,6 @@ class Driver:
 
     def _announce_end(self, reason: str) -> None:
         """Tell the user once that copies leave NCCL."""
-        was_announced, self._told = self._told, True
+        was_announced, self._announced = self._announced, True
         if not was_announced:
             self._session.say(f"rank {self.rank}: copies go over gloo from here on, not over NCCL: {reason}")

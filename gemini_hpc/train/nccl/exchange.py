@@ -48,14 +48,14 @@ class Save:
         now: Source of its bytes until the first optimizer step after it. If `later` is None too, this rank has
             nothing of this version.
         later: Source from then on (a copy); None where a version never takes more than one iteration.
-        into: Returns the destination of the bytes of that rank's shard, as pinned host memory of their size; None:
-            they are dropped.
+        find_destination: Returns the destination of the bytes of that rank's shard, as pinned host memory of their
+            size; None: they are dropped.
     """
 
     version: int
     now: ShardBytes | None
     later: ShardBytes | None
-    into: Callable[[int], torch.Tensor | None]
+    find_destination: Callable[[int], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ class Exchange:
         save = self._save
         assert save is not None
         if message.peer not in self._into:
-            self._into[message.peer] = save.into(message.peer)
+            self._into[message.peer] = save.find_destination(message.peer)
         into = self._into[message.peer]
         if into is None:
             return None

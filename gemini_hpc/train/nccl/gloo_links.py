@@ -213,7 +213,7 @@ class MessageOutbox(_Link, Outbox):
         """Send the digest, which ends the version."""
         self.send_bytes(bytes.fromhex(digest), _DIGEST_TAG).wait()
 
-    def say_goodbye(self) -> None:
+    def announce_end(self) -> None:
         """Tell the other end that nothing more will come."""
         self.send_bytes(_HEAD.pack(_MAGIC, _BYE, 0, 0, 0, 0, 0, 0), _HEAD_TAG).wait()
 

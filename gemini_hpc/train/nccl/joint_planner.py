@@ -156,10 +156,10 @@ class JointPlanner(Planner):
         """
         return not isinstance(planned, Joint) and super().has_drifted(planned)
 
-    def build_keepsake(self) -> CachedProfile | None:
+    def build_cached_profile(self) -> CachedProfile | None:
         """Return what the next incarnation needs; None if the plan is unknown."""
         if self._driver.ended:
-            return super().build_keepsake()
+            return super().build_cached_profile()
         if self.profile is None or self._terms is None:
             return None
         return CachedProfile(self.profile, self._others, self._terms.B, self._terms.alpha)

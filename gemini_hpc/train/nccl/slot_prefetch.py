@@ -89,22 +89,22 @@ class SlotPrefetch:
     def __init__(
         self,
         session: RankSession,
-        area: Callable[[int], tuple[int, int]],
+        find_area: Callable[[int], tuple[int, int]],
         pin: Callable[[torch.Tensor], Pin],
-        unpinned: Callable[[str], None],
+        on_unpinned: Callable[[str], None],
     ) -> None:
         """Create a prefetcher; `open` starts its thread.
 
         Args:
             session: The rank's session with its agent.
-            area: Returns offset and size in bytes of the tensor area of a rank's shard.
+            find_area: Returns offset and size in bytes of the tensor area of a rank's shard.
             pin: Pins memory.
-            unpinned: Called once, with the reason, if memory cannot be pinned.
+            on_unpinned: Called once, with the reason, if memory cannot be pinned.
         """
         self._session, self._client, self._gate = session, session.require_agent(), session.gate
-        self._area = area
+        self._find_area = find_area
         self._shards: dict[int, _PrefetchedShard] = {}
-        self._pins = Pins(pin, unpinned)
+        self._pins = Pins(pin, on_unpinned)
         self._changed = threading.Condition()
         self._wanted = 0
         self._reached = 0
@@ -161,7 +161,7 @@ class SlotPrefetch:
         grant = self.claim_slot(rank, version) if rank in self._shards else None
         if grant is None:
             return None
-        offset, size = self._area(rank)
+        offset, size = self._find_area(rank)
         return grant.slot.bytes[offset : offset + size]
 
     def _wait_for_grant(self, shard: _PrefetchedShard, version: int) -> Grant | None:

@@ -14,7 +14,7 @@ from gemini_hpc.train.device.interface import Event, Stream
 class Piece(NamedTuple):
     """A tensor and the offset of its bytes in the area."""
 
-    at: int
+    start: int
     view: torch.Tensor
 
 

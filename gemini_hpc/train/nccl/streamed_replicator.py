@@ -187,7 +187,7 @@ class StreamedReplicator(Replicator):
         sizes = tuple(n for n in (layout.tensor_offset, used - layout.tensor_offset - layout.tensor_bytes) if n)
         head = Head(version, used, layout.total, sizes, (layout.tensor_offset, layout.tensor_bytes))
         digest = digest_bytes(slot.view()[:used])
-        self._refused, self._bereaved = None, False
+        self._refused, self._peer_lost = None, False
         for rank, box in list(self._outboxes.items()):
             assert isinstance(box, MessageOutbox)
             try:

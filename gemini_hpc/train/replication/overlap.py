@@ -23,14 +23,14 @@ class Piece(NamedTuple):
         key: The tensor.
         offset: Offset of the box in this rank's part of the tensor.
         size: Size of the box.
-        at: First byte in the slot.
+        start: First byte in the slot.
         end: Byte behind the last one in the slot.
     """
 
     key: str
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    at: int
+    start: int
     end: int
 
 
@@ -71,7 +71,7 @@ def _match_piece(
     inside = all(
         a >= 0 and a + n <= most for a, n, most in zip(offset, piece.size, own_tensor.entry.size, strict=True)
     )
-    at = layout.tensor_offset + piece.at
+    at = layout.tensor_offset + piece.start
     return Piece(row.key, offset, piece.size, at, at + manifest.count_bytes(piece)) if inside else None
 
 
@@ -93,7 +93,7 @@ def prepare_pairs(
         ValueError: The state no longer matches the pieces.
         RuntimeError: The state no longer matches the pieces.
     """
-    for (_, end), (start, _) in pairwise(sorted((piece.at, piece.end) for piece in wanted)):
+    for (_, end), (start, _) in pairwise(sorted((piece.start, piece.end) for piece in wanted)):
         if 0 < start - end <= GAP_BYTES:
             memory[end:start].zero_()
     found = []
@@ -102,5 +102,5 @@ def prepare_pairs(
         if tuple(tensor.shape) != own[piece.key].entry.size:
             raise ValueError(f"{piece.key} has a different shape")
         view = select_box(tensor, piece.offset, piece.size)
-        found.append((memory[piece.at : piece.end].view(view.dtype).view(piece.size), view))
+        found.append((memory[piece.start : piece.end].view(view.dtype).view(piece.size), view))
     return found

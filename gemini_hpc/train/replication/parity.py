@@ -37,7 +37,7 @@ class StripeParity:
         if not isinstance(reply, local.Slots):
             raise AgentRefused(f"the agent has no memory for parity: {local.describe_refusal(reply)}")
 
-    def register_anew(self, exchange: Exchange) -> None:
+    def register_again(self, exchange: Exchange) -> None:
         """Register the parity with a new agent, which has nothing of its predecessor's parity.
 
         Other ranks will not send that parity again, nor the parity of the step that they may be ahead. Without the
@@ -54,6 +54,6 @@ class StripeParity:
             world=session.world,
             home=session.node_rank,
             bytes=self._bytes,
-            of=self._others,
+            members=self._others,
             passed=passed,
         )

@@ -43,17 +43,17 @@ class Replica:
     Methods are called from the thread that saves.
     """
 
-    def __init__(self, session: RankSession, keeper: Reserved, differs: Callable[[str], None]) -> None:
+    def __init__(self, session: RankSession, keeper: Reserved, on_difference: Callable[[str], None]) -> None:
         """Create the replica.
 
         Args:
             session: This rank's session with its agent.
             keeper: The shard's memory on this node.
-            differs: Called with the reason when this rank stops filling the shard for good.
+            on_difference: Called with the reason when this rank stops filling the shard for good.
         """
         self._pin: Callable[[TensorShard], None] | None = None
         self._client, self._training_name, self._epoch = session.require_agent(), session.name, session.epoch
-        self._keeper, self._differs = keeper, differs
+        self._keeper, self._on_difference = keeper, on_difference
         self._own: Mapping[str, Own] = {}
         self._since = 0
         self._given_up = False
@@ -97,7 +97,7 @@ class Replica:
         except AgentRefused as error:  # during a recovery round, or an agent without fills
             if str(error).startswith(local.UNLIKE):
                 self._given_up = True
-                self._differs(f"the shard of rank {self._keeper.rank} is sent as a whole from now on: {error}")
+                self._on_difference(f"the shard of rank {self._keeper.rank} is sent as a whole from now on: {error}")
             return False
         if isinstance(reply, local.Begun) and reply.slot in (0, 1):
             self._writing = _Writing(job.version, reply.slot, grants)
@@ -162,7 +162,9 @@ class Replica:
                 self._shard, self._eager, self._pairs = shard, len(capture.eager_since), {}
                 pieces = overlap.find_pieces(manifest, layout, self._own)
                 self._pieces = [piece for piece in pieces if piece.key not in capture.eager_since]
-                self._places = choose_largest(merge_ranges(((p.at, p.end) for p in self._pieces), overlap.GAP_BYTES))
+                self._places = choose_largest(
+                    merge_ranges(((p.start, p.end) for p in self._pieces), overlap.GAP_BYTES)
+                )
                 return bool(self._pieces)
         return False
 

@@ -79,7 +79,7 @@ class Replicator(TensorShardOwner):
         self._last_saved = 0
         self._copied_s = 0.0  # duration of the last copy into the own slot
         self._refused: str | None = None  # why a holder does not take the version under way
-        self._bereaved = False  # the holder had begun to take it
+        self._peer_lost = False  # the holder had begun to take it
         self._sent: deque[int] = deque(maxlen=4)  # bytes, to one holder each
         self._base = 0  # the version that the slot being filled had before
         self._kept: tuple[Range, ...] = ()  # ranges of the slot unchanged since version _base
@@ -163,7 +163,7 @@ class Replicator(TensorShardOwner):
                 job.done.set()
         for rank, box in list(self._outboxes.items()):
             try:
-                box.say_goodbye()
+                box.announce_end()
             except LinkBroken as error:
                 self._drop_link(rank, error, 0)
 
@@ -176,8 +176,8 @@ class Replicator(TensorShardOwner):
         for slot in self.shard.slots:
             slot.has_manifest = False
 
-    def _give_up(self, job: CaptureJob, reason: str, *, bereaved: bool = False) -> None:
-        job.give_up(bereaved=bereaved)
+    def _give_up(self, job: CaptureJob, reason: str, *, peer_lost: bool = False) -> None:
+        job.give_up(peer_lost=peer_lost)
         self.counters.skipped += 1
         self.counters.reasons[reason] = self.counters.reasons.get(reason, 0) + 1
 
@@ -290,7 +290,7 @@ class Replicator(TensorShardOwner):
             # The holder's slot pair may not have begun this version. The holder then cannot prove that the version
             # will never arrive. A copy completed here could never be abandoned, and no later version could begin.
             self._slots.abort(job.version, slot_index)
-            return self._give_up(job, self._refused, bereaved=self._bereaved)
+            return self._give_up(job, self._refused, peer_lost=self._peer_lost)
         # digest "": the commit record will have it
         slot.content = Content(session.epoch, job.version, used, digest)
         try:
@@ -354,7 +354,7 @@ class Replicator(TensorShardOwner):
                 self._gate.degrade(f"nothing can be sealed without rank {rank}'s copies", gone=True)
         if isinstance(error, VersionLost):
             # Not for a link that is broken for good: this may be the version to resume from.
-            self._refused, self._bereaved = f"rank {rank} has lost this version", True
+            self._refused, self._peer_lost = f"rank {rank} has lost this version", True
 
     def _record_refusal(self, rank: int, version: int) -> None:
         self._refused = f"rank {rank} could not take this version"
@@ -395,7 +395,7 @@ class Replicator(TensorShardOwner):
             (replica, rank, box) of each holder that accepts the version.
         """
         accepting = []
-        self._refused, self._bereaved = None, False
+        self._refused, self._peer_lost = None, False
         for replica, (rank, box) in enumerate(list(self._outboxes.items())):
             try:
                 if box.offer(self._build_head(replica, version, used)):

@@ -36,7 +36,7 @@ class Rescuer:
         self,
         session: RankSession,
         frozen: Frozen,
-        at_once: Callable[[CaptureJob], None],
+        save_at_once: Callable[[CaptureJob], None],
         plan: Callable[[], Plan],
     ) -> None:
         """Create the thread; `start` starts it.
@@ -45,11 +45,11 @@ class Rescuer:
             session: This rank's session with its agent.
             frozen: Keeps the optimizers from changing tensors. Gives the job of the version that the tensors have;
                 None while they are being changed.
-            at_once: Brings a job's version into the slots without regard for the training's traffic.
+            save_at_once: Brings a job's version into the slots without regard for the training's traffic.
             plan: Returns the present plan.
         """
         self._training, self._rank, self._client = session.name, session.rank, session.require_agent()
-        self._frozen, self._at_once, self._plan = frozen, at_once, plan
+        self._frozen, self._save_at_once, self._plan = frozen, save_at_once, plan
         self._nodes: tuple[int, ...] = ()
         self._closed = threading.Event()
         self._sock: socket.socket | None = None
@@ -116,7 +116,7 @@ class Rescuer:
             with self._frozen() as job:
                 sock.send(local.encode(local.Standing(0 if job is None else job.version)))
                 if job is not None:
-                    self._at_once(job)
+                    self._save_at_once(job)
                     self._serve_job(sock, job, message.wait_s)
 
     def _serve_job(self, sock: socket.socket, job: CaptureJob, wait_s: float) -> None:

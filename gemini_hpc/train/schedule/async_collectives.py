@@ -39,16 +39,16 @@ class AsyncCollectives:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        follow: Callable[[Callable[[], bool]], OperationRecord],
-        caught_up: Callable[[], bool] = lambda: True,
+        follow_test: Callable[[Callable[[], bool]], OperationRecord],
+        has_caught_up: Callable[[], bool] = lambda: True,
     ) -> None:
         """Prepare rounds over a process group.
 
         Args:
             group: The process group, used for nothing else.
-            follow: Returns a record whose end is set when the given test becomes true. (A torch callback would run in
-                a gloo thread and abort a process that ends meanwhile.)
-            caught_up: Returns whether this rank's device has reached the newest step().
+            follow_test: Returns a record whose end is set when the given test becomes true. (A torch callback would
+                run in a gloo thread and abort a process that ends meanwhile.)
+            has_caught_up: Returns whether this rank's device has reached the newest step().
         """
         self._backend: Any = group._get_backend(torch.device("cpu"))
         self._world = group.size()
@@ -56,7 +56,7 @@ class AsyncCollectives:
         self._mine: torch.Tensor | None = None
         self._all: torch.Tensor | None = None
         self._broken = ""
-        self._follow, self._caught_up = follow, caught_up
+        self._follow_test, self._has_caught_up = follow_test, has_caught_up
         self._record: OperationRecord | None = None
         self.over_at = 0.0  # when the last round that was read ended (CLOCK_MONOTONIC)
 
@@ -95,7 +95,7 @@ class AsyncCollectives:
             raise CollectivesBroken(self._broken)
         try:
             self._work = launch()
-            self._record = self._follow(self._work.get_future().done)
+            self._record = self._follow_test(self._work.get_future().done)
         except RuntimeError as error:
             self._fail(str(error))
 
@@ -108,7 +108,7 @@ class AsyncCollectives:
         patience_s = patience_s or max(_LEAST_PATIENCE_S, PATIENCE_S - waited_s)
         deadline = clock.monotonic() + patience_s
         while not self._work.is_completed():
-            if not self._caught_up():
+            if not self._has_caught_up():
                 deadline = clock.monotonic() + patience_s
             if clock.monotonic() > deadline:
                 self._fail(f"not all ranks have answered within {patience_s:g} s")

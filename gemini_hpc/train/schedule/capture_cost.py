@@ -64,7 +64,7 @@ class CaptureCost(VersionCost):
         return self._ended[-1 - ago] if self.seconds and ago < len(self._ended) else 0.0
 
 
-def find_dearest(stateful: Mapping[str, Stateful], seconds: float) -> str:
+def find_costliest(stateful: Mapping[str, Stateful], seconds: float) -> str:
     """Return the name of the object that takes more than half of a capture of `seconds`; "" if none does.
 
     The measurement takes as long as a capture of these objects.

@@ -65,15 +65,15 @@ class Timetable:
             windows.append([last := number if number < len(self.windows) else last for number, _ in chunks] + [last])
         object.__setattr__(self, "_from", tuple(map(tuple, windows)))
 
-    def find_planned_window(self, replica: int, at: int) -> int:
-        """Return the number of the window that is planned for byte `at` of a replica.
+    def find_planned_window(self, replica: int, offset: int) -> int:
+        """Return the number of the window that is planned for byte `offset` of a replica.
 
         Bytes without a place in the plan get the last window that is used before them. The link may be faster now
         than when the plan was made.
         """
         if replica >= len(self.chunks):
             return len(self.windows)
-        return self._from[replica][bisect_right(self._ends[replica], at)]
+        return self._from[replica][bisect_right(self._ends[replica], offset)]
 
     def find_planned_end(self, replica: int, window: int) -> int:
         """Return the first byte of a replica that is planned for a later window than this one.

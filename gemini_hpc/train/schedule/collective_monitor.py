@@ -327,14 +327,14 @@ class CollectiveMonitor:
         """Interrupt `wait_span`, so that its caller checks again."""
         self._reached.set()
 
-    def track_round(self, asked: Callable[[], bool]) -> OperationRecord:
+    def track_round(self, is_complete: Callable[[], bool]) -> OperationRecord:
         """Return a record of something other than the training's operations, such as a round of ours.
 
-        Its end is set when `asked` becomes true, to the millisecond while times are recorded.
+        Its end is set when `is_complete` becomes true, to the millisecond while times are recorded.
         """
         record = OperationRecord(0, 0, clock.monotonic())
         if self._flight is not None:
-            self._flight.track_receive(asked, record)
+            self._flight.track_receive(is_complete, record)
         return record
 
     def find_quiet_start(self) -> float:

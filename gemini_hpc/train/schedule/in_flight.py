@@ -45,8 +45,8 @@ class InFlight:
     Only launching threads call `record_launch`. The other methods are thread-safe.
     """
 
-    def __init__(self, bytes_per_s: Callable[[], float], note: Callable[[Exception], None]) -> None:
-        self._bytes_per_s, self._note = bytes_per_s, note
+    def __init__(self, measure_bytes_per_s: Callable[[], float], report_error: Callable[[Exception], None]) -> None:
+        self._measure_bytes_per_s, self._report_error = measure_bytes_per_s, report_error
         self._lock = threading.Lock()
         self._held: list[_Asked] = []
         self._receives: list[_Asked] = []
@@ -123,7 +123,7 @@ class InFlight:
             # gloo implements reduce_scatter as all_reduce: all bytes but this rank's own travel twice
             rounds = 1 if signature.name == "send" else 2 * (ranks - 1) / ranks
             size_bytes = signature.count_payload_bytes(args) if record is None else record.bytes
-            until = now + rounds * size_bytes / self._bytes_per_s()
+            until = now + rounds * size_bytes / self._measure_bytes_per_s()
             if record is not None:
                 record.end_s = until
             with self._lock:
@@ -152,10 +152,10 @@ class InFlight:
             over.clear()
             self._rouse()
 
-    def track_receive(self, asked: Callable[[], bool], record: OperationRecord) -> None:
-        """Poll `asked` until true and set the record's end; the operation does not count as in flight."""
+    def track_receive(self, is_complete: Callable[[], bool], record: OperationRecord) -> None:
+        """Poll `is_complete` until true and set the record's end; the operation does not count as in flight."""
         with self._lock:
-            self._receives.append((asked, record))
+            self._receives.append((is_complete, record))
         self._rouse()
 
     def _rouse(self) -> None:
@@ -202,7 +202,7 @@ class InFlight:
             try:
                 complete = asked()
             except Exception as error:
-                self._note(error)
+                self._report_error(error)
                 complete = True
             if not complete:
                 left.append(entry)
@@ -231,7 +231,7 @@ class InFlight:
         except IndexError:
             return False
         except Exception as error:
-            self._note(error)
+            self._report_error(error)
             return False
 
     def count_waiting(self) -> int:

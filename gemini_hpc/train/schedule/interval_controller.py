@@ -118,13 +118,13 @@ class IntervalController:
         monitor: CollectiveMonitor,
         pacer: Pacer,
         reporter: StatsReporter,
-        planner: Callable[..., Planner] = Planner,
+        build_planner: Callable[..., Planner] = Planner,
         driver: DeviceCopies | None = None,
         replanning: Replanning | None = None,
-        copy_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        count_copy_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
         transport: str,
-        dearest: Callable[[float], str] = lambda seconds: "",
+        find_costliest: Callable[[float], str] = lambda seconds: "",
     ) -> None:
         """Create a controller, recall the profile of an earlier incarnation, and set the pacer.
 
@@ -136,12 +136,12 @@ class IntervalController:
             monitor: Monitor of the training's collectives.
             pacer: Pacer of the sending thread.
             reporter: Reporter to the agent.
-            planner: Makes the planner.
-            driver: Copies over NCCL, together with a `planner` for them; None: over the host.
+            build_planner: Makes the planner.
+            driver: Copies over NCCL, together with a `build_planner` for them; None: over the host.
             replanning: Agreement on new plans; None where the state's distribution never changes.
-            copy_bytes: Returns the fewest and the most bytes that one of the last copies took on the network.
+            count_copy_bytes: Returns the fewest and the most bytes that one of the last copies took on the network.
             transport: Name of the carrier of the copies where `driver` does not carry them.
-            dearest: Returns the object that takes most of a capture of that many seconds; "" if none does.
+            find_costliest: Returns the object that takes most of a capture of that many seconds; "" if none does.
         """
         self._traffic, self._rank, self._say, self._gate = traffic, session.rank, session.say, session.gate
         self._collectives, self._monitor, self._pacer = collectives, monitor, pacer
@@ -149,16 +149,16 @@ class IntervalController:
         self._sends = bool(session.outgoing)
         kept = reporter.recall() if self._sends else None
         self._driver, self._replanning = driver, replanning
-        self._copy_bytes = copy_bytes
+        self._count_copy_bytes = count_copy_bytes
         self._offer, self._room_bytes = b"", 0
         self._compared = 0  # rounds since the state was distributed
-        self._planner = planner(traffic, session.rank, session.outgoing, shard_bytes, pacer.meter, kept)
+        self._planner = build_planner(traffic, session.rank, session.outgoing, shard_bytes, pacer.meter, kept)
         self._scheme: Scheme = traffic.scheme
         self._wanted_scheme: Scheme = traffic.scheme
         self._stage: Stage = "recall"
         self._since = -1
         self._version = 0
-        self._dearest = dearest
+        self._find_costliest = find_costliest
         self._agreed = self._former = Agreed() if self._sends else Agreed(max(1, traffic.every))
         self._because = 0  # the rank that needs the j in effect
         self._cost = CaptureCost(_BEHIND)
@@ -166,8 +166,8 @@ class IntervalController:
         self._pace = IterationPace(traffic.overhead)
         self._latency, self._budget = SealLatency(lambda: session.gate.seal), WaitBudget(traffic.overhead)
         self._waits: deque[float] = deque(maxlen=4)  # seconds of the waits for the latest versions
-        self._hasty = 0  # iterations that a version takes, where profiling must not wait for it; else 0
-        self._told = IntervalReporter(session.rank, traffic.overhead, session.say)
+        self._version_iterations = 0  # iterations that a version takes, where profiling must not wait for it; else 0
+        self._interval_reporter = IntervalReporter(session.rank, traffic.overhead, session.say)
         self._waited_for = False
         self._wanted = PROFILED
         self._dirty = True
@@ -312,7 +312,9 @@ class IntervalController:
     @property
     def _defers(self) -> bool:
         """Return whether chunks wait until the training waits for them, so that its collectives are timed alone."""
-        return self._planned and self._stage != "steady" and not self._hasty and self._latency.whole_s > 0
+        return (
+            self._planned and self._stage != "steady" and not self._version_iterations and self._latency.whole_s > 0
+        )
 
     @property
     def _paced(self) -> bool:
@@ -364,7 +366,7 @@ class IntervalController:
         self._budget.add_training(max(0.0, length_s - waited_s))
         self._pace.note_iteration(length_s - waited_s - self._cost.begun_s)
         self._version = version
-        self._dirties.append(self._dirty or self._pacer.strayed)
+        self._dirties.append(self._dirty or self._pacer.used_pause)
         self._pacer.begin_iteration(version)
         self._cost.begin_iteration()
         if self._since < 0:
@@ -422,7 +424,7 @@ class IntervalController:
             self._change_interval(j, s, version)
             self._history.append((self._agreed.base, j, s))
         self._stage = "steady"
-        self._told.end_first_phase(self._budget)
+        self._interval_reporter.end_first_phase(self._budget)
         self._report_interval(j, self._pace.usual_s)
 
     def _change_interval(self, j: int, s: int, version: int) -> None:
@@ -430,13 +432,13 @@ class IntervalController:
         self._former, self._agreed = self._agreed, Agreed(j, s, self._agreed.find_free_version(version))
 
     def _profile_again(self, wanted: int, version: int) -> None:
-        self._stage, self._wanted, self._hasty = "profile", wanted, 0
+        self._stage, self._wanted, self._version_iterations = "profile", wanted, 0
         self._waits.clear()
         self._planner.discard_iterations()
         self._since, self._next_word = version, version + min(wanted, self._choose_profiling_interval())
         if self._agreed.s > 1 and not self._traffic.every:  # waiting for each version would exceed the ceiling
-            self._hasty = self._agreed.s
-        self._change_interval(max(1, 2 * self._hasty), max(1, self._hasty), version)
+            self._version_iterations = self._agreed.s
+        self._change_interval(max(1, 2 * self._version_iterations), max(1, self._version_iterations), version)
         self._apply_stage()
 
     def _compute_haste(self) -> int:
@@ -449,10 +451,10 @@ class IntervalController:
             return 0
         return max(1, math.ceil(max(self._latency.whole_s, waits_s) / self._pace.usual_s))
 
-    def _hasten(self, iterations: int, version: int) -> None:
+    def _profile_soon(self, iterations: int, version: int) -> None:
         """Save one version in 2 * `iterations`, so that half of the profiled iterations have no traffic of ours."""
-        if iterations > self._hasty:
-            self._hasty = iterations
+        if iterations > self._version_iterations:
+            self._version_iterations = iterations
             self._change_interval(2 * iterations, iterations, version)
             self._apply_stage()
 
@@ -515,14 +517,14 @@ class IntervalController:
         elif self._stage == "plan":
             collectives.start_gather_round(self._planner.encode_standing(collectives.over_at), BLOB_BYTES)
         elif self._stage == "agree":
-            self._planner.adjust_size(*self._copy_bytes())
+            self._planner.adjust_size(*self._count_copy_bytes())
             self._start_round(self._compute_wish(fresh=True))
         elif self._stage == "sizes":
             collectives.start_max_round([len(self._offer)])
         elif self._stage == "offers":
             collectives.start_gather_round(self._offer, self._room_bytes)
         else:
-            drifted = self._planner.has_drifted(self._route) or self._planner.adjust_size(*self._copy_bytes())
+            drifted = self._planner.has_drifted(self._route) or self._planner.adjust_size(*self._count_copy_bytes())
             allowed_s = self._traffic.overhead * self._agreed.j * self._pace.usual_s
             self._planner.lag_s = self._latency.measure_lag_s(allowed_s)
             wanted = self._compute_wish(fresh=drifted)
@@ -585,7 +587,7 @@ class IntervalController:
             self._others_s = words[2] * _POINT_S
             self._next_word = version + (0 if enough else self._choose_profiling_interval())
             if not enough:
-                self._hasten(words[3], version)
+                self._profile_soon(words[3], version)
         elif self._stage == "agree":
             self._adopt_interval(words[0], words[1], version)
         elif words[0]:
@@ -626,19 +628,19 @@ class IntervalController:
             version: Number of this step().
         """
         j, self._because = wish // _RANKS, _RANKS - 1 - wish % _RANKS
-        self._stage, self._since, self._hasty = "steady", version, 0
+        self._stage, self._since, self._version_iterations = "steady", version, 0
         self._change_interval(j, s, version)
         self._latency.follow_plan()
-        self._told.end_first_phase(self._budget)
+        self._interval_reporter.end_first_phase(self._budget)
         self._history.append((self._agreed.base, j, s))
         self._overhead.adopt_plan(self._planner.profile, self._planner.controller)
         self._renew = ""
         self._record_from, self._next_word = version, version + self._choose_round_interval()
         self._apply_stage()
         self._report_interval(j, self._planner.profile.iteration_s if self._planner.profile is not None else 0.0)
-        keepsake = self._planner.build_keepsake()
-        if keepsake is not None:
-            self._reporter.send_profile(keepsake)
+        cached_profile = self._planner.build_cached_profile()
+        if cached_profile is not None:
+            self._reporter.send_profile(cached_profile)
 
     def _apply_stage(self) -> None:
         """Set monitor, pacer and driver by stage and scheme, from the next version on."""
@@ -684,7 +686,7 @@ class IntervalController:
             why = f"a version takes {used_s:.2g} core-seconds of an agent that may use {cores:.2g} cores"
             return Reason(f"{why}, {whole}", "fewer bytes a rank, or a higher agent_cores in the site's settings")
         if self._cost.seconds > allowed_s and self._cost.seconds >= self._cost.held_s:
-            what = self._dearest(self._cost.seconds) if name else ""
+            what = self._find_costliest(self._cost.seconds) if name else ""
             why = (
                 f"step() takes {self._cost.seconds:.2g} s to capture the state{f', mostly {what},' if what else ''} "
             )
@@ -708,7 +710,7 @@ class IntervalController:
         """
         if self._traffic.every:
             return
-        self._told.report(
+        self._interval_reporter.report(
             j,
             self._agreed.s,
             lambda news: self._find_reason(usual_s, name=news),
@@ -739,7 +741,7 @@ class IntervalController:
             "mu": self._traffic.mu,
             "ceiling": seen.ceiling,
             "judged_in": seen.judged_in,
-            "reason": self._told.reason,
+            "reason": self._interval_reporter.reason,
         }
 
     def build_state(self) -> TrafficState:

@@ -41,24 +41,24 @@ class LinkMeter:
         self._alphas.append(alpha)
         self._periods += [(B, _RATE_BYTES)] * _ENOUGH
 
-    def record_send(self, at: float, *, beside: bool = False) -> None:
+    def record_send(self, time_s: float, *, shared: bool = False) -> None:
         """Record that a chunk is sent.
 
         Args:
-            at: Time in seconds, by the same clock as in `record_ack`.
-            beside: Whether the training has traffic in flight.
+            time_s: Time in seconds, by the same clock as in `record_ack`.
+            shared: Whether the training has traffic in flight.
         """
         if self._under_way == 0:
-            self._began, self._bytes, self._beside = at, 0, False
-        self._beside = self._beside or beside
+            self._began, self._bytes, self._beside = time_s, 0, False
+        self._beside = self._beside or shared
         self._under_way += 1
 
-    def record_ack(self, size: int, at: float) -> None:
+    def record_ack(self, size: int, time_s: float) -> None:
         """Record that a chunk of `size` bytes was acknowledged."""
         self._under_way -= 1
         self._bytes += size
         if self._under_way == 0:
-            self._record_transfer(self._bytes, at - self._began, self._beside)
+            self._record_transfer(self._bytes, time_s - self._began, self._beside)
 
     def record_spell(self, size: int, took_s: float, *, beside: bool = False) -> None:
         """Record a busy period of `size` bytes that another process has measured; see `record_send`."""

@@ -195,8 +195,8 @@ def build_median_trace(traces: Sequence[Trace]) -> Trace:
 def subtract_wait(trace: Trace, waited_s: float) -> Trace:
     """Return the iteration as if the training had not waited at the optimizer."""
 
-    def move_earlier(at: float) -> float:
-        return max(trace.gate_s, at - waited_s) if at > trace.gate_s else at
+    def move_earlier(time_s: float) -> float:
+        return max(trace.gate_s, time_s - waited_s) if time_s > trace.gate_s else time_s
 
     ops = tuple(op._replace(start_s=move_earlier(op.start_s), end_s=move_earlier(op.end_s)) for op in trace.ops)
     return replace(trace, length_s=move_earlier(trace.length_s), ops=ops)
@@ -214,9 +214,9 @@ def subtract_capture(trace: Trace, own_s: float, others_s: float = 0.0) -> Trace
     cut_s = min(others_s, first.end_s - first.start_s) if first is not None else 0.0
     end_s = first.end_s if first is not None else 0.0
 
-    def move_earlier(at: float) -> float:
-        waited_s = min(cut_s, max(0.0, at - (end_s - cut_s)))
-        return max(0.0, at - waited_s - own_s)
+    def move_earlier(time_s: float) -> float:
+        waited_s = min(cut_s, max(0.0, time_s - (end_s - cut_s)))
+        return max(0.0, time_s - waited_s - own_s)
 
     ops = tuple(op._replace(start_s=move_earlier(op.start_s), end_s=move_earlier(op.end_s)) for op in trace.ops)
     return replace(trace, length_s=move_earlier(trace.length_s), gate_s=move_earlier(trace.gate_s), ops=ops)

@@ -105,7 +105,7 @@ class Pacer:
         self._begun_at = 0.0
         self._lengths: deque[float] = deque(maxlen=_LENGTHS)
         self._stepped_at: float | None = None
-        self.strayed = False  # deferred chunks were sent in a pause of this iteration, without `hurry`
+        self.used_pause = False  # deferred chunks were sent in a pause of this iteration, without `hurry`
         self._passed = (-1, 0.0)  # the iteration whose gate was passed last, and the time
         self._hurry = threading.Event()
         self._asked = False  # the host of the training waits for the version; its device may arrive much later
@@ -122,7 +122,7 @@ class Pacer:
         now = self._clock()
         if self._stepped_at is not None:
             self._lengths.append(now - self._stepped_at)
-        self._stepped_at, self._now, self.strayed = now, version, False
+        self._stepped_at, self._now, self.used_pause = now, version, False
         self.wake()
 
     def record_gate_passed(self) -> None:
@@ -177,12 +177,12 @@ class Pacer:
 
     # ---- from the sending thread -----------------------------------------------------------------------
 
-    def wait_for_lull(self, version: int, seconds: float, wanted: Callable[[], bool]) -> None:
+    def wait_for_lull(self, version: int, seconds: float, is_wanted: Callable[[], bool]) -> None:
         """Block until the training's processors are probably idle: in the first span of at least `seconds`.
 
-        Return at once where there is no such span, or all idle time is needed to send. Return early once `wanted()`
-        is true and `wake` is called. If the span has begun, this may take the milliseconds that are left out at its
-        beginning.
+        Return at once where there is no such span, or all idle time is needed to send. Return early once
+        `is_wanted()` is true and `wake` is called. If the span has begun, this may take the milliseconds that are
+        left out at its beginning.
 
         Between collectives right after step(), the training mostly runs Python, which executes in one thread at a
         time.
@@ -192,7 +192,7 @@ class Pacer:
         if table is None or window is None or traffic is None:
             return
         until = self._clock() + table.usual_s / 2
-        while self._now == version and not wanted() and self._clock() < until:
+        while self._now == version and not is_wanted() and self._clock() < until:
             if traffic.launched > window.after:
                 return
             if traffic.wait_span(window.after, _SPAN_S):
@@ -270,15 +270,15 @@ class Pacer:
         if flow.arrived == flow.sent:
             self._beside = self.unscheduled
 
-    def _wait_for_window(self, replica: int, at: int, left: int, flow: GrantOutbox) -> _Wait | None:
+    def _wait_for_window(self, replica: int, offset: int, left: int, flow: GrantOutbox) -> _Wait | None:
         """Wait until bytes may go. Return how many and until when; None if the version is due."""
         most = left if self.p > 1 else min(left, self.chunk_bytes)
-        if self._table is None and not at:
+        if self._table is None and not offset:
             most = min(most, PROBE_BYTES)
         least = min(most, max(LEAST_BYTES, self.chunk_bytes // _LEAST_SHARE))
         while not self._is_due():
             flow.check()
-            wait = self._compute_wait(replica, at, least, most, flow.sent - flow.arrived)
+            wait = self._compute_wait(replica, offset, least, most, flow.sent - flow.arrived)
             if wait.seconds <= 0:
                 return wait
             if wait.after < 0 or self.traffic is None or wait.crowded:
@@ -303,18 +303,18 @@ class Pacer:
                 self._beside = True
                 return
 
-    def wait_for_turn(self, replica: int, at: int, size: int, backlog_bytes: Callable[[], int]) -> None:
+    def wait_for_turn(self, replica: int, offset: int, size: int, backlog_bytes: Callable[[], int]) -> None:
         """Block until a chunk of fixed size may go.
 
         Args:
             replica: Number of the replica.
-            at: First byte of the chunk.
+            offset: First byte of the chunk.
             size: Size of the chunk in bytes.
             backlog_bytes: Returns the bytes that were sent before and are not yet acknowledged.
         """
         while not self._is_due():
             backlog = backlog_bytes()
-            wait = self._compute_wait(replica, at, size, size, backlog)
+            wait = self._compute_wait(replica, offset, size, size, backlog)
             if wait.seconds <= 0:
                 return
             self._crowded = wait.crowded
@@ -331,10 +331,12 @@ class Pacer:
             self._hurry.set()
         return self._hurry.is_set()
 
-    def record_send(self, at: float) -> None:
+    def record_send(self, time_s: float) -> None:
         """Record that a chunk is sent."""
         traffic = self.traffic
-        self.meter.record_send(at, beside=self.unscheduled or (traffic is not None and traffic.count_in_flight() > 0))
+        self.meter.record_send(
+            time_s, shared=self.unscheduled or (traffic is not None and traffic.count_in_flight() > 0)
+        )
 
     def record_ack(self, replica: int, size: int, sent_at: float) -> None:
         """Record that a chunk was acknowledged now and is no longer in the backlog."""
@@ -368,15 +370,15 @@ class Pacer:
         gated = place.passed_at is not None
         return (self._now - place.behind - self._version, place.launched, gated), place.passed_at or 0.0
 
-    def _compute_wait(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
+    def _compute_wait(self, replica: int, offset: int, least: int, most: int, backlog_bytes: int) -> _Wait:
         table, traffic = self._table, self.traffic
         if table is None:
             # the probe disturbs nothing, and measures alpha only where no other rank's copies are in flight
-            probe = not at and most <= PROBE_BYTES
+            probe = not offset and most <= PROBE_BYTES
             if not self.deferred or (probe and traffic is not None and not traffic.count_in_flight()):
                 return _Wait(0.0, size=most, before=self._clock() + _SPAN_S if probe else 0.0)
             pauses = self._pauses()
-            self.strayed |= pauses
+            self.used_pause |= pauses
             return self._allow_all(most) if pauses else _Wait(_LOOK_S, size=most)
         if traffic is None:
             return _Wait(_LOOK_S)
@@ -385,7 +387,7 @@ class Pacer:
         flying = traffic.count_in_flight()  # read last, so that a collective launched meanwhile is counted
         if self._clock() - self._begun_at > table.usual_s and not flying:
             return self._allow_all(most)  # the training pauses or does something else, perhaps for long
-        window_number = max(table.find_planned_window(replica, at), bisect_left(table.places, place))
+        window_number = max(table.find_planned_window(replica, offset), bisect_left(table.places, place))
         crowded = False
         if window_number < len(table.windows) and not flying and table.places[window_number][:2] == place[:2]:
             if table.places[window_number][2] != gated:
@@ -397,7 +399,7 @@ class Pacer:
                 left_s = window.delay_s + window.length_s - elapsed
                 left = table.compute_room(left_s, 0)
                 if left - backlog_bytes >= least:
-                    planned = max(least, table.find_planned_end(replica, window_number) - at)
+                    planned = max(least, table.find_planned_end(replica, window_number) - offset)
                     size = min(left - backlog_bytes, most, planned)
                     before = now + left_s - table.alpha
                     return _Wait(max(0.0, window.delay_s - elapsed), -1, size, before, table.B, place[1])

@@ -209,7 +209,7 @@ class Planner:
     def _adopt_profiles(self, profiles: Sequence[Profile]) -> None:
         self.longest_s = max((p.iteration_s for p in profiles), default=1.0)
 
-    def build_keepsake(self) -> CachedProfile | None:
+    def build_cached_profile(self) -> CachedProfile | None:
         """Return what the next incarnation needs; None if the plan or the link is unknown."""
         if self.profile is None or not self._whole or not self._meter.known:
             return None

@@ -28,23 +28,28 @@ class Replanning:
         self,
         divergence: Divergence,
         *,
-        offer: Callable[[bool], bytes],
-        adopt: Callable[[Sequence[bytes]], None],
-        lose: Callable[[str], None],
-        tensors: Callable[[], Mapping[str, torch.Tensor]],
+        build_offer: Callable[[bool], bytes],
+        adopt_offers: Callable[[Sequence[bytes]], None],
+        end_protection: Callable[[str], None],
+        list_tensors: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         """Create the rank's part, with no request pending.
 
         Args:
             divergence: Comparison of the tensors that are replicated under the current plan.
-            offer: Returns this rank's offer as bytes. Its argument is whether to fingerprint whole tensors instead of
-                a few elements.
-            adopt: Adopts the new plan that follows from the offers of all ranks.
-            lose: Ends the protection, for the given reason.
-            tensors: Returns the tensors that may have to be compared now, by key.
+            build_offer: Returns this rank's offer as bytes. Its argument is whether to fingerprint whole tensors
+                instead of a few elements.
+            adopt_offers: Adopts the new plan that follows from the offers of all ranks.
+            end_protection: Ends the protection, for the given reason.
+            list_tensors: Returns the tensors that may have to be compared now, by key.
         """
         self._divergence = divergence
-        self._offer, self._adopt, self._lose, self._tensors = offer, adopt, lose, tensors
+        self._build_offer, self._adopt_offers, self._end_protection, self._list_tensors = (
+            build_offer,
+            adopt_offers,
+            end_protection,
+            list_tensors,
+        )
         self._wanted = NOT_WANTED
         self._next, self._pause = 0, _FIRST_PAUSE
         self.under_way = False
@@ -72,7 +77,7 @@ class Replanning:
 
     def list_words(self) -> list[int]:
         """Return this rank's numbers for a round."""
-        return [self._wanted, *self._divergence.compute_words(self._tensors())]
+        return [self._wanted, *self._divergence.compute_words(self._list_tensors())]
 
     @property
     def count(self) -> int:
@@ -90,13 +95,13 @@ class Replanning:
 
     def build_offer(self) -> bytes:
         """Return this rank's offer for the round of offers."""
-        return self._offer(self.closely)
+        return self._build_offer(self.closely)
 
     def adopt_offers(self, offers: Sequence[bytes], version: int) -> None:
         """Adopt the plan that follows from all ranks' offers."""
         self._wanted, self.under_way = NOT_WANTED, False
         self._next, self._pause = version + self._pause, min(_MOST_PAUSE, 4 * self._pause)
-        self._adopt(offers)
+        self._adopt_offers(offers)
 
     def record_reason(self, apart: Collection[str], *, named: bool) -> None:
         """Record the reason for the new plan after the offers were compared.
@@ -124,4 +129,4 @@ class Replanning:
     def break_off(self, reason: str) -> None:
         """End the protection if a new plan is being agreed on, because there are no more rounds."""
         if self.under_way:
-            self._lose(f"the ranks could not agree on a new plan: {reason}")
+            self._end_protection(f"the ranks could not agree on a new plan: {reason}")

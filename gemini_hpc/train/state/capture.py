@@ -157,7 +157,7 @@ class CaptureJob(VersionTimes):
     ready: Event | None = None  # with state on a device: the device's position at step()
     left: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    bereaved: bool = False  # not saved because another rank or agent is gone
+    peer_lost: bool = False  # not saved because another rank or agent is gone
     lock: threading.Lock = field(default_factory=threading.Lock)
     started: bool = False
     cancelled: bool = False
@@ -175,7 +175,7 @@ class CaptureJob(VersionTimes):
         A version lost with another rank or agent, which may be dead, is still waited for: Slurm is expected to end
         the job.
         """
-        return not self.saved and not self.bereaved
+        return not self.saved and not self.peer_lost
 
     def start(self) -> bool:
         """Start the copy, from the copying thread. Return whether it may begin."""
@@ -193,13 +193,13 @@ class CaptureJob(VersionTimes):
         """Return whether no tensor's version counter has changed since step()."""
         return self.all_counts is not None and self.all_counts == [leaf.tensor._version for leaf in self.leaves]
 
-    def give_up(self, *, bereaved: bool = False) -> None:
+    def give_up(self, *, peer_lost: bool = False) -> None:
         """Record that this version will not be complete.
 
         Args:
-            bereaved: The reason is that another rank or agent is gone, which may be dead.
+            peer_lost: The reason is that another rank or agent is gone, which may be dead.
         """
-        self.bereaved = bereaved
+        self.peer_lost = peer_lost
         self.saved = False
         self.left.set()
 
@@ -330,7 +330,7 @@ class Capture:
             views = [s.staging if s.eager else s.views for s in self._sources] if bound.eager else bound.views
             lifted, seen = self.lifted.prepare_version(version)
             views = [*views, *lifted]
-            digests = [_digest(each) for each in views] if audit else None
+            digests = [_digest(view) for view in views] if audit else None
             turn = self.compared
             samples = bound.read_samples(turn)
         job = CaptureJob(
@@ -365,7 +365,7 @@ class Capture:
         views = []
         dtypes = [source.dtype for source in self._all for _ in source.boxes]
         for piece, dtype in zip(manifest.pieces, dtypes, strict=True):
-            raw = area[piece.at : piece.at + manifest.count_bytes(piece)]
+            raw = area[piece.start : piece.start + manifest.count_bytes(piece)]
             views.append(raw.view(dtype).view(piece.size))
         self._targets[index] = (area.data_ptr(), views)
         return views
@@ -385,7 +385,9 @@ class Capture:
     def list_ranges(self, pieces: Iterable[int]) -> list[Range]:
         """Return the ranges of these pieces in the tensor area."""
         found = (self.manifest.pieces[number] for number in pieces)
-        return merge_ranges(((p.at, p.at + self.manifest.count_bytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
+        return merge_ranges(
+            ((p.start, p.start + self.manifest.count_bytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1
+        )
 
     def copy(self, job: CaptureJob, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> float:
         """Copy all tensors of the job into the tensor area of slot `index`.
@@ -410,8 +412,8 @@ class Capture:
         """
         at = 0
         for piece in self.manifest.pieces:
-            area[at : piece.at].zero_()
-            at = piece.at + self.manifest.count_bytes(piece)
+            area[at : piece.start].zero_()
+            at = piece.start + self.manifest.count_bytes(piece)
 
     def copy_pairs(self, job: CaptureJob, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Copy from the second of each pair into the first.

@@ -129,7 +129,7 @@ def put_lifted_back(whole: Whole) -> None:
     found = {key: whole.tensors.pop(key) for key in keys}
     for key in keys:
         del whole.rows[key]
-    wanted = [each.key for each in lifted.list_lifted(whole.small)]
+    wanted = [lifted_tensor.key for lifted_tensor in lifted.list_lifted(whole.small)]
     if missing := [key for key in wanted if key not in found and f"rank0:{key}" not in found]:
         raise ValueError(f"{missing[0]} is not there")
     own = {key: f"rank0:{key}" for key in wanted if f"rank0:{key}" in found}

@@ -122,28 +122,30 @@ def list_paths(made: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield from list_paths(below, f"{above}{name}.")
 
 
-def build_tensor(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], owner: torch.Tensor) -> torch.Tensor:
+def build_tensor(
+    made: Mapping[str, Any], read_part: Callable[[str], torch.Tensor], owner: torch.Tensor
+) -> torch.Tensor:
     """Make a tensor of its parts by a recipe.
 
     Args:
         made: The recipe.
-        part: Returns the part at a path.
+        read_part: Returns the part at a path.
         owner: The parameter whose state the tensor is.
 
     Raises:
         ValueError: The class is unknown here or cannot rebuild the tensor.
     """
-    found = _build_tensor(made, part, "")
+    found = _build_tensor(made, read_part, "")
     if made["sharded"] and isinstance(owner, DTensor):
         mesh, placements = owner.device_mesh, owner.placements
         found = DTensor.from_local(found, mesh, placements, run_check=False, shape=owner.shape, stride=owner.stride())
     return found
 
 
-def _build_tensor(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], above: str) -> torch.Tensor:
+def _build_tensor(made: Mapping[str, Any], read_part: Callable[[str], torch.Tensor], above: str) -> torch.Tensor:
     kind = _find_class(made["class"])
     inner = {
-        name: part(f"{above}{name}") if below is None else _build_tensor(below, part, f"{above}{name}.")
+        name: read_part(f"{above}{name}") if below is None else _build_tensor(below, read_part, f"{above}{name}.")
         for name, below in made["inner"].items()
     }
     try:

@@ -43,11 +43,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 @dataclass(frozen=True)
 class SavedShard:
-    """A shard in memory or in a file. `raw` returns the bytes of one of its pieces."""
+    """A shard in memory or in a file. `read_bytes` returns the bytes of one of its pieces."""
 
     header: Header
     manifest: ShardManifest
-    raw: Callable[[Piece], torch.Tensor]
+    read_bytes: Callable[[Piece], torch.Tensor]
     small_raw: bytes
 
     @classmethod
@@ -69,7 +69,9 @@ class SavedShard:
         manifest = shard_manifest.unpack(raw, layout.tensor_bytes)
         area = memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes]
         small = memory[layout.small_offset : header.used_bytes].numpy().tobytes()
-        return cls(header, manifest, lambda piece: area[piece.at : piece.at + manifest.count_bytes(piece)], small)
+        return cls(
+            header, manifest, lambda piece: area[piece.start : piece.start + manifest.count_bytes(piece)], small
+        )
 
     def read_tensor(self, piece: Piece) -> torch.Tensor:
         """Return a piece with its own type and size.
@@ -79,7 +81,7 @@ class SavedShard:
             OSError: The piece cannot be read.
         """
         dtype = find_dtype(self.manifest.rows[piece.row].dtype)
-        return self.raw(piece).view(dtype).view(piece.size)
+        return self.read_bytes(piece).view(dtype).view(piece.size)
 
     def decode_small(self, *, enums: bool = True) -> dict[str, Any]:
         """Return the decoded small state.
@@ -110,7 +112,7 @@ class MemoryReader(StorageReader):
 
     def __init__(self, shards: Iterable[SavedShard]) -> None:
         super().__init__()
-        self._at: dict[tuple[str, tuple[int, ...]], tuple[SavedShard, Piece]] = {}
+        self._places: dict[tuple[str, tuple[int, ...]], tuple[SavedShard, Piece]] = {}
         found: dict[str, tuple[TensorRow, dict[tuple[int, ...], tuple[int, ...]]]] = {}
         for saved in shards:
             manifest = saved.manifest
@@ -123,7 +125,7 @@ class MemoryReader(StorageReader):
                 if piece.offset in chunks:
                     continue  # several ranks keep all of it: any copy will do
                 chunks[piece.offset] = piece.size
-                self._at[key, piece.offset] = saved, piece
+                self._places[key, piece.offset] = saved, piece
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             key: TensorStorageMetadata(
                 properties=TensorProperties(dtype=find_dtype(row.dtype)),
@@ -169,7 +171,7 @@ class MemoryReader(StorageReader):
             ValueError: The chunk is damaged.
             OSError: The chunk cannot be read.
         """
-        saved, piece = self._at[key, offset]
+        saved, piece = self._places[key, offset]
         return saved.read_tensor(piece)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

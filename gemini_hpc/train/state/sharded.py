@@ -79,10 +79,10 @@ class Wholes:
         if like is None:
             raise ValueError(f"{where} was a DTensor {saved.shape} {saved.placements}; nothing here matches it")
         if like._local_tensor.shape != saved.tensor.shape:
-            was, is_ = tuple(saved.tensor.shape), tuple(like._local_tensor.shape)
+            saved_shape, own_shape = tuple(saved.tensor.shape), tuple(like._local_tensor.shape)
             raise ValueError(
-                f"{where} had a part of {was} on this rank, has {is_} now: it can only be loaded on as many ranks as "
-                "it was saved from"
+                f"{where} had a part of {saved_shape} on this rank, has {own_shape} now: it can only be "
+                "loaded on as many ranks as it was saved from"
             )
         assert isinstance(saved.tensor, torch.Tensor), "what was lifted out of it has been put back"
         made: DTensor = DTensor.from_local(

@@ -36,7 +36,7 @@ from gemini_hpc.train.state.tensors import get_local, is_folded, name_dtype, pas
 _PRINT_SAMPLES = 4096
 
 
-class NotGivenError(Exception):
+class StateDictError(Exception):
     """An object of the training failed to give its state this time; the message names the object."""
 
 
@@ -238,7 +238,7 @@ class StateTree:
         self.aliases: dict[str, str] = {}
         self.params: list[Param] = []
         self.outside: list[str] = []  # parameters that only an optimizer has
-        self.found_anew = 0  # how often something was replaced
+        self.replacements = 0  # how often something was replaced
         self._by_id: dict[int, Param] = {}
         self._names: dict[int, str] = {}
         self._stepped: list[torch.Tensor] = []  # parameters in the optimizers' groups
@@ -256,7 +256,7 @@ class StateTree:
             root = ddps[0]
         self.ddps = [ArrivalOrder(ddp) for ddp in ddps]
         self.comm_hooks = CommHooks(ddps)
-        self.begins_anew: list[str] = []  # sentences about the last restore: state that begins anew
+        self.unrestored: list[str] = []  # sentences about the last restore: state that begins anew
         self._modules = Modules({"model.": root, **{f"extra.{n}.": m for n, m in extra_modules.items()}})
         self._find_parameters()
         self._built = {name: get_local(tensor).shape for name, tensor in self.buffers.items()}
@@ -336,7 +336,7 @@ class StateTree:
             return
         self._modules.find()
         self._find_parameters()
-        self.found_anew += 1
+        self.replacements += 1
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -505,7 +505,7 @@ class StateTree:
         """Return all state that is captured at once: generators, buffers, groups, schedulers and the like.
 
         Raises:
-            NotGivenError: An object has failed to give its state.
+            StateDictError: An object has failed to give its state.
         """
         buffers = {name: get_local(tensor) for name, tensor in self.buffers.items()}
         return {
@@ -562,7 +562,7 @@ class StateTree:
             defers: Returns whether a tensor's bytes are put in later.
 
         Raises:
-            NotGivenError: An object has failed to give its state.
+            StateDictError: An object has failed to give its state.
             UnknownTypeError: A value cannot be encoded.
             UnsupportedStateError: A late tensor cannot be captured.
         """
@@ -630,7 +630,7 @@ class StateTree:
         self._restore_buffers(small)
         if "extra_state" in small:
             extra_state.restore(self._modules.with_extra, small["extra_state"], likes)
-        self.begins_anew = self.comm_hooks.restore(small.get("comm_hooks", {}), same_world=same_world)
+        self.unrestored = self.comm_hooks.restore(small.get("comm_hooks", {}), same_world=same_world)
 
     def _restore_groups(
         self, number: int, groups: Sequence[Mapping[str, Any]], small: Mapping[str, Any], *, same_world: bool
@@ -702,12 +702,12 @@ def _read_state(name: str, item: Stateful) -> Any:
     """Return an object's state.
 
     Raises:
-        NotGivenError: The object has raised any exception.
+        StateDictError: The object has raised any exception.
     """
     try:
         return item.state_dict()
     except Exception as error:
-        raise NotGivenError(f"state_dict() of {name} has raised {mistake.describe_error(error)}") from error
+        raise StateDictError(f"state_dict() of {name} has raised {mistake.describe_error(error)}") from error
 
 
 def _list_grouped(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

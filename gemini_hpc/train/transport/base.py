@@ -81,7 +81,7 @@ class Outbox(ABC):
         """
 
     @abstractmethod
-    def say_goodbye(self) -> None:
+    def announce_end(self) -> None:
         """Say goodbye to the other end. Call once, between versions, when no version follows."""
 
 

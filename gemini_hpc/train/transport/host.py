@@ -95,7 +95,7 @@ class _HostOutbox(GrantOutbox):
     def finish(self, digest: str) -> None:
         self._request(local.PushDone())
 
-    def say_goodbye(self) -> None:
+    def announce_end(self) -> None:
         self.close()
 
     def close(self) -> None:

@@ -27,14 +27,14 @@ QUERY_IDLE_S = 60.0  # an idle client is disconnected after this
 # The client gives up after 2 s. An agent on a busy node needs a moment; after that it is listed as missing.
 SLURM_TIMEOUT_S, PARTS_TIMEOUT_S = 0.8, 0.9
 QUERY_FRAME_BYTES = 4096
-QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0  # per user, over all connections
+QUERIES_PER_S, QUERIES_BURST = 10.0, 64.0  # per user, over all connections
 LISTED_S = clock.DAY_S  # ended jobs are listed for so long, unless the query asks for all
 MAX_LISTED, MAX_LOGS = 1000, 4000
 SILENT = {"state": "", "reason": "Slurm does not answer"}
 STALE = "Slurm does not answer: the Slurm state shown here is an older one"
 
 
-class Questions:
+class QueryServer:
     """The answers to users' queries; the agents' parts are collected anew for each."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Questions:
     ) -> None:
         self._operators, self._registry, self._logs, self._read_job = operators, registry, logs, read_job
         self._lemons = lemons
-        self._rate = PerUser(QUESTIONS_PER_S, QUESTIONS_BURST)
+        self._rate = PerUser(QUERIES_PER_S, QUERIES_BURST)
         self._parts: dict[int, tuple[int, dict[str, inspect_schema.InspectPart], asyncio.Event]] = {}
         self._request = 0
         self._listing = asyncio.Lock()

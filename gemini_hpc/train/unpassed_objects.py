@@ -18,7 +18,7 @@ _DEEP, _MANY = 4, 1000  # depth of the search, and size of the largest container
 _NO_HOLDERS = (nn.Module, torch.Tensor, torch.optim.Optimizer, str, bytes, type)
 
 
-class NotGiven:
+class UnpassedObjects:
     """The objects with state that were not passed to one Checkpointer.
 
     Args:
@@ -26,11 +26,11 @@ class NotGiven:
         optimizers: The optimizers of its training.
     """
 
-    _everybodys: ClassVar[weakref.WeakSet[NotGiven]] = weakref.WeakSet()
+    _instances: ClassVar[weakref.WeakSet[UnpassedObjects]] = weakref.WeakSet()
 
     def __init__(self, given: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._given, self._optimizers = list(given), optimizers
-        self._everybodys.add(self)
+        self._instances.add(self)
 
     def is_passed(self, optimizer: Any) -> bool:
         """Return whether the optimizer was passed, or shares the state of one that was."""
@@ -38,7 +38,7 @@ class NotGiven:
 
     def is_passed_anywhere(self, optimizer: Any) -> bool:
         """Return whether the optimizer belongs to any training in this process."""
-        return any(each.is_passed(optimizer) for each in self._everybodys)
+        return any(each.is_passed(optimizer) for each in self._instances)
 
     def list_classes(self) -> list[str]:
         """Return the classes of all objects that were not passed, for the report."""
@@ -71,7 +71,7 @@ class NotGiven:
         return sentences
 
     def _find_schedulers_and_scalers(self) -> list[Any]:
-        givers = [o for each in self._everybodys for o in each._given]
+        givers = [o for each in self._instances for o in each._given]
         known = {id(o) for o in _walk_held(givers)}
         found = self._find_objects((_SCHEDULER, _SCALER), givers)
         return [o for o in found if id(o) not in known and not (isinstance(o, _SCALER) and not o.is_enabled())]

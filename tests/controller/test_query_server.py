@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.controller import questions
+from gemini_hpc.controller import query_server
 from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
-from gemini_hpc.controller.questions import STALE, Questions
+from gemini_hpc.controller.query_server import STALE, QueryServer
 from gemini_hpc.controller.registry import Registry
 from gemini_hpc.controller.server import Controller
 from gemini_hpc.slurm.errors import UnknownJob
@@ -47,7 +47,7 @@ def answer(path: Path, read: Callable[[int], Awaitable[Job]], uid: int) -> tuple
     operators: Any = Nobody()
 
     async def ask() -> JobAnswer:
-        return await Questions(operators, registry, logs, Lemons(str(path), 0), read)._answer(7, uid)
+        return await QueryServer(operators, registry, logs, Lemons(str(path), 0), read)._answer(7, uid)
 
     return asyncio.run(ask()), registry
 
@@ -56,7 +56,7 @@ def test_a_slow_slurm_does_not_hold_the_answer_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who asks waits for 2 s, and would take the controller for gone."""
-    monkeypatch.setattr(questions, "SLURM_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(query_server, "SLURM_TIMEOUT_S", 0.1)
 
     async def slow(raw_id: int) -> Job:
         await asyncio.sleep(30)
@@ -84,7 +84,7 @@ def test_jobs_counts_what_came_back_and_tells_of_what_was_sealed(tmp_path: Path)
     operators: Any = Nobody()
     asked: Any = None
     answers = asyncio.run(
-        Questions(operators, registry, logs, Lemons(str(tmp_path), 0), asked)._list_jobs(False, 5001)
+        QueryServer(operators, registry, logs, Lemons(str(tmp_path), 0), asked)._list_jobs(False, 5001)
     )
     assert [(row.job, row.recoveries, row.sealed) for row in answers.jobs] == [(7, 1, 40), (8, 0, 0)]
 
