@@ -82,7 +82,7 @@ def plugstack(cluster: Cluster) -> Iterator[None]:
 def test_the_readmes_script_runs_unprotected(cluster: Cluster, plugstack: None, options: list[str]) -> None:
     path = write(cluster, "readme.py", call=True)
     text = output(cluster, "unprotected", options, f"srun {PYTHON} {path}", hold=bool(options))
-    ends_well(text, "GEMINI_SOCKET is not set")
+    ends_well(text, "GEMINI_SOCKET is not set: see --gemini-replicas")
     assert text.count("gemini-hpc:") == 1, text
 
 
