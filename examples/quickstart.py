@@ -1,6 +1,6 @@
 """A rank is killed and the training resumes, on one machine: no Slurm, no root, no MUNGE, less than a minute.
 
-    pip install . && python examples/quickstart.py          # in a checkout, on Linux
+    pip install '.[torch]' && python examples/quickstart.py          # in a checkout, on Linux
 
 Two ranks train examples/train_small.py twice: undisturbed, and beside an agent, which holds their states in memory.
 On a cluster Slurm's prolog starts the agent. Here this program starts it, and kills rank 1 in mid-training. At the
@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from gemini_hpc.client.agent_connection import AgentLost, ask_once, ask_verdict
@@ -102,6 +103,10 @@ def kill_rank(launcher: subprocess.Popen[str], agent_socket: str) -> None:
 
 def main() -> None:
     """Run both trainings and compare their weights."""
+    if lacking := [name for name in ("torch", "numpy") if find_spec(name) is None]:
+        sys.exit(
+            f"{sys.executable} has no {' and no '.join(lacking)}, which this training needs: pip install '.[torch]'"
+        )
     with tempfile.TemporaryDirectory(prefix="gemini-") as name:
         here = Path(name)
         agent_directory, agent_socket = here / "agent", str(here / "agent" / "agent.sock")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,16 @@ def test_a_killed_rank_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert places == sorted(places) and places[-1] == len(story) - 1, done.stdout
     assert story[places[3]].endswith(" s after the failure"), done.stdout
     assert not list(tmp_path.glob("gemini-*")), "its directory is left"
+
+
+def test_without_torch_it_names_the_command_of_the_readme(tmp_path: Path) -> None:
+    """Run it where gemini-hpc is installed with what it requires, and nothing else."""
+    for name in ("gemini_hpc", "msgspec"):
+        (tmp_path / name).symlink_to(Path(find_spec(name).submodule_search_locations[0]))  # type: ignore[union-attr,index]
+    argv = [sys.executable, "-S", str(ROOT / "examples" / "quickstart.py")]
+    done = subprocess.run(
+        argv, check=False, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    command = done.stderr.rpartition(": ")[2].strip()
+    assert "has no torch" in done.stderr and command in (ROOT / "README.md").read_text()
