@@ -34,12 +34,12 @@ PLAN = peer.PlanDown(1, "", 1, {host: rank for rank, host in enumerate(HOSTS)}, 
 
 
 def record(name: str, **known: Any) -> peer.InventoryRecord:
-    """What an agent without copies reports."""
+    """Return the inventory of an agent without copies."""
     return peer.InventoryRecord(name, None, -1, 0, (), (), 1, "i", **{"unbroken": True, **known})
 
 
 def sealed_record(host: str, newest: Stamp) -> peer.InventoryRecord:
-    """What an agent of incarnation 0 reports that holds version 5, and knows that `newest` was sealed."""
+    """Return the inventory of an agent of incarnation 0 with version 5. It knows that `newest` was sealed."""
     copy = Copy("default", 0, 1, 0, 64, 64, Stamp(1, 5), "0" * 32)
     return peer.InventoryRecord(host, {host: 0}, 0, 1, (copy,), (("default", newest),), 1, "i")
 
@@ -97,7 +97,7 @@ class Alone:
                     self.tier.directory, self.tier.chosen = tier.directory, tier
 
     def ask(self, after_round: int, launch: str, tier: Tier = NO_TIER) -> None:
-        """As a rank of this launch does."""
+        """Request a round for a rank of this launch."""
         self.step(peer.NeedRound(after_round, launch, again=False, tier=tier))
 
     def plan(self, *, launch: str = "") -> peer.PlanDown:

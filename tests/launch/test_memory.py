@@ -119,7 +119,7 @@ def test_the_kernels_count(version: int, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_cgroup_that_slurm_has_removed(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On v2 the job's cgroup counts the kill; on v1 only the machine does."""
+    """Read the kill from the job's cgroup on v2, and from the machine's count on v1."""
     job, machine = tmp_path / "job_5", tmp_path / "vmstat"
     (job / "step_0" / "task_1").mkdir(parents=True)
     name, text = EVENTS[version]
