@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ MAX_TRAININGS = 16
 LOSSES = ("detected",)  # events of a node that is silent to its peers
 RESUMES = ("resumed",)
 _MOST_MARKS = 200
+_SAME_AGE_S = 10.0  # agents of one allocation start within the time that a prolog may take
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Shown:
         saved: Newest sealed version of the training; 0: none.
         saved_at: Unix time at which a copy of that version was complete; None: unknown.
         marks: The job's losses and resumes, in the order of time; several ranks' resumes of a version are one.
+        history: (time, newest sealed version), recorded by the rank that the oldest agent serves.
     """
 
     training: str
@@ -42,23 +45,27 @@ class Shown:
     saved: int = 0
     saved_at: float | None = None
     marks: tuple[EventRecord, ...] = ()
+    history: tuple[tuple[float, int], ...] = ()
 
 
 def choose_ranks(parts: Sequence[InspectPart], name: str | None, rank: int | None) -> list[tuple[str, RecordAsk]]:
     """Return the hosts to query, and the rank and training to ask each for.
 
-    The rank is the one with the largest overhead of each training, unless `rank` or `name` selects another.
+    The first rank of a training is the one with the largest overhead, unless `rank` or `name` selects another. If its
+    agent is not the oldest, because it replaces a lost node, a rank of the oldest agent follows for the history.
     """
+    ages = {part.host: min((event.t for event in part.events), default=math.inf) for part in parts}
     names = sorted({s.name for p in parts for s in p.trainings if name is None or s.name == name})
     wanted = []
     for found in names:
-        ranks = collect_traffic(found, parts)
-        if rank is not None:
-            ranks = {r: traffic for r, traffic in ranks.items() if r == rank}
+        everyone = collect_traffic(found, parts)
+        ranks = {r: traffic for r, traffic in everyone.items() if rank in (None, r)}
         if ranks:
-            worst = max(sorted(ranks), key=lambda r: _read_overhead(ranks[r][1]))
-            wanted.append((ranks[worst][0], RecordAsk(found, worst)))
-    return wanted[:MAX_TRAININGS]
+            drawn = max(sorted(ranks), key=lambda r: _read_overhead(ranks[r][1]))
+            oldest = min(everyone, key=lambda r: (ages[everyone[r][0]], r))
+            older = ages[everyone[oldest][0]] < ages[everyone[drawn][0]] - _SAME_AGE_S
+            wanted.append([(everyone[r][0], RecordAsk(found, r)) for r in ([drawn, oldest] if older else [drawn])])
+    return [ask for asks in wanted[:MAX_TRAININGS] for ask in asks]
 
 
 def _read_overhead(state: TrafficState) -> float:
@@ -67,18 +74,25 @@ def _read_overhead(state: TrafficState) -> float:
 
 def combine_answers(parts: Sequence[InspectPart], recorded: Iterable[Recorded]) -> list[Shown]:
     """Return the recorded answers, combined with the states that were reported before them."""
-    found = []
+    found: list[Shown] = []
+    answers: dict[str, list[Recorded]] = {}
     for answer in recorded:
+        answers.setdefault(answer.ask.training, []).append(answer)
+    for answer, *others in answers.values():
         traffic = collect_traffic(answer.ask.training, parts).get(answer.ask.rank)
         if traffic is None:
             continue
         record = answer.record
         timeline, series = (record.timeline, record.series) if record is not None else (None, ())
         series = tuple(sorted(series, key=lambda point: point.t))
+        longest = next((one.record.series for one in others if one.record is not None), series)
+        history = tuple((point.t, point.saved) for point in longest if point.saved)
         name = answer.ask.training
         saved = _find_newest_save(name, parts)
         found.append(
-            Shown(name, answer.ask.rank, answer.host, traffic[1], timeline, series, *saved, _list_marks(parts))
+            Shown(
+                name, answer.ask.rank, answer.host, traffic[1], timeline, series, *saved, _list_marks(parts), history
+            )
         )
     return found
 
@@ -103,7 +117,7 @@ def _list_marks(parts: Sequence[InspectPart]) -> tuple[EventRecord, ...]:
 
 def list_saved_steps(shown: Shown) -> list[tuple[float, int]]:
     """Return (time, newest saved step), in the order of time, from samples and resumes."""
-    steps = [(point.t, point.saved) for point in shown.series if point.saved]
+    steps = list(shown.history)
     steps += [(event.t, event.version) for event in shown.marks if event.name in RESUMES and event.version]
     if shown.saved and shown.saved_at is not None:
         steps.append((shown.saved_at, shown.saved))
@@ -137,6 +151,7 @@ def build_document(job: int, t: float, trainings: Iterable[Shown]) -> dict[str, 
                 "timeline": None if one.timeline is None else _build_timeline(one.timeline),
                 "saved": one.saved,
                 "saved_age_s": None if one.saved_at is None else max(0.0, t - one.saved_at),
+                "steps": [{"t": when, "version": version} for when, version in list_saved_steps(one)],
                 "marks": [{"t": event.t, "name": event.name, "version": event.version} for event in one.marks],
                 "series": [msgspec.structs.asdict(point) for point in one.series],
             }

@@ -169,6 +169,24 @@ def test_the_first_picture_shows_saved_steps_losses_and_resumes() -> None:
     assert page.index("The newest save is step 80") < page.index("What the copies cost")
 
 
+def test_the_history_is_that_of_the_agent_which_has_seen_it() -> None:
+    """A rank on a replacement has the largest overhead; what was saved before the loss is with a survivor."""
+    old, new = part("n1", 0, but(overhead=0.01)), part("n2", 1, but(overhead=0.2))
+    old = msgspec.structs.replace(old, events=(EventRecord(1000.0, "agent", "n1", 0),))
+    new = msgspec.structs.replace(new, events=(EventRecord(2000.0, "agent", "n2", 1),))
+    first, second = choose_ranks([old, new], None, None)
+    assert (first, second) == (("n2", RecordAsk("default", 1)), ("n1", RecordAsk("default", 0)))
+    series = {0: (Point(1100.0, 0.01, 1, 90), Point(2100.0, 0.01, 1, 120)), 1: (Point(2100.0, 0.2, 1, 120),)}
+    answers = [Recorded(host, q, Record("default", q.rank, None, series[q.rank])) for host, q in (first, second)]
+    (one,) = combine_answers([old, new], answers)
+    assert (one.rank, one.series) == (1, series[1])
+    assert (1100.0, 90) in list_saved_steps(one)
+    (silent,) = combine_answers([old, new], [answers[0], Recorded(*second, None)])
+    assert (2100.0, 120) in list_saved_steps(silent)
+    same = msgspec.structs.replace(new, events=(EventRecord(1003.0, "agent", "n2", 0),))
+    assert choose_ranks([old, same], None, None) == [first]
+
+
 def test_without_a_save_the_page_says_so() -> None:
     assert describe_saves(ONE, 2e9).startswith("No step is saved yet")
     with pytest.raises(ValueError, match="no saved step"):
