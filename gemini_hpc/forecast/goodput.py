@@ -25,7 +25,7 @@ RSC_PER_DAY = GPUS_PER_NODE * 24 / 1.8 / 16384
 LLAMA_PER_DAY = GPUS_PER_NODE * 419 / 54 / 16384
 ITERATION_S = 6.0  # of Llama 3 405B on 16,384 GPUs, about
 STATE_BYTES = 405e9 * 12
-PULL_BYTES_PER_S = 1.3e9  # docs/dev/performance.md: 0.87 to 1.77 GB/s on two cores; any real network carries more
+PULL_BYTES_PER_S = 1.3e9  # docs/dev/performance.md: 1.4 GB/s on two cores; any real network carries more
 # Seconds to create all communicators. MegaScale (NSDI '24) reports below 5 s for 2,048 GPUs and below 30 s for more
 # than 10,000. NCCLX (arXiv 2510.20171) reports 265 s for NCCL on 96,000 GPUs, and a start 11 times as fast for NCCLX.
 COMMUNICATORS_S = {1_000: 5.0, 10_000: 30.0, 100_000: 265.0}

@@ -17,6 +17,7 @@ from .json_fields import with_fields
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ADMIN, JSON, REPRODUCTION = DOCS / "admin.md", DOCS / "json.md", DOCS / "dev" / "reproduction.md"
+JIT = "jit-table8"  # its rows are pairs of three measures
 FIRST = f"- `{fields(Settings)[0].name}` = "
 
 
@@ -37,35 +38,41 @@ def with_settings(text: str) -> str:
 
 
 def with_figures(text: str) -> str:
-    """The page of the papers' figures, each behind its command: what is published of it, and what comes out here."""
-    for name, make in FIGURES.items():
-        rows = "".join(
-            f"| {row.what} | {row.published} | {row.ours} | {row.note} |\n" for row in make().rows if row.published
-        )
-        head = f"`gemini-hpc simulate --figure {name}`"
-        assert head in text, f"docs/dev/reproduction.md has no {head}"
-        begin = text.index("|---|---|---|---|\n", text.index(head)) + len("|---|---|---|---|\n")
-        end = re.compile(r"^(?!\|)", re.M).search(text, begin)
-        assert end is not None
-        text = text[:begin] + rows + text[end.start() :]
-    return text
+    """The page of the papers' figures: what is published of each, and what comes out here."""
+    figures = {name: make() for name, make in FIGURES.items() if name != JIT}
+    rows = ""
+    for name, figure in figures.items():
+        title = f"`{name}`: {figure.title.partition(': ')[2]}"
+        for row in figure.rows:
+            if row.published:
+                rows += f"| {title} | {row.what} | {row.published} | {row.ours} |\n"
+                title = ""
+    text = _with_rows(text, "`gemini-hpc simulate --figure NAME`", rows)
+    cells: dict[str, list[str]] = {}
+    for row in FIGURES[JIT]().rows:
+        pair = f"{row.published} / {row.ours}".replace(" %", "")  # the head has the unit
+        cells.setdefault(row.what.partition(":")[0], []).append(pair)
+    rows = "".join(f"| {at} | {' | '.join(pairs)} |\n" for at, pairs in cells.items())
+    return _with_rows(text, f"`gemini-hpc simulate --figure {JIT}`", rows)
 
 
 def with_goodput(text: str) -> str:
-    """The same page, with the table behind `simulate --figure goodput`, and the one of what others have published."""
-    rows = "".join(
-        f"| {row.gpus:,} | {row.way} | {row.lost_s:.0f} | {row.allowed_s:.0f} | {100 * row.goodput:.2f} % "
-        f"| {row.standby} | {100 * row.paid:.2f} % | {100 * row.gentle:.2f} % |\n"
-        for row in goodput.compute_rows()
-    )
-    others = "".join(f"| {one.gpus:,} | {one.share} | {one.what} | {one.source} |\n" for one in goodput.PUBLISHED)
-    at = text.index("`gemini-hpc simulate --figure goodput`")
-    for line, content in (("|---|---|---|---|---|---|---|---|\n", rows), ("|---|---|---|---|\n", others)):
-        at = text.index(line, at) + len(line)
-        end = re.compile(r"^(?!\|)", re.M).search(text, at)
-        assert end is not None
-        text = text[:at] + content + text[end.start() :]
-    return text
+    """The same page, with the table behind `simulate --figure goodput`."""
+    rows = ""
+    for row in goodput.compute_rows():
+        shares = " | ".join(f"{100 * share:.2f}" for share in (row.goodput, row.paid, row.gentle))
+        rows += f"| {row.gpus:,} | {row.way} | {row.lost_s:.0f} / {row.allowed_s:.0f} | {row.standby} | {shares} |\n"
+    return _with_rows(text, "`gemini-hpc simulate --figure goodput`", rows)
+
+
+def _with_rows(text: str, head: str, rows: str) -> str:
+    """The page with these rows in the first table behind `head`."""
+    assert head in text, f"docs/dev/reproduction.md has no {head}"
+    begin = re.compile(r"^\|(?:---\|)+\n", re.M).search(text, text.index(head))
+    assert begin is not None
+    end = re.compile(r"^(?!\|)", re.M).search(text, begin.end())
+    assert end is not None
+    return text[: begin.end()] + rows + text[end.start() :]
 
 
 if __name__ == "__main__":
