@@ -43,15 +43,15 @@ class ClusterRow:
     """The facts about one node.
 
     Attributes:
-        node: The node's name.
-        state: The node's state in Slurm, with its flags.
+        node: Name.
+        state: State and flags in Slurm.
         status: `ok`, `wrong` (a check is), `differs` (release or settings), `no answer`, `not asked` or `not asked
             (busy)`.
-        why: The reason, if no document came.
-        version: Release of the software there.
-        settings_sha256: First digits of the digest of the settings there; "" without a file.
-        agents: Number of jobs with an agent there; null if not known.
-        checks: The findings that are a warning, accepted or wrong.
+        why: Reason, if no document came.
+        version: Release there.
+        settings_sha256: First digits of the digest of the settings there.
+        agents: Jobs with an agent there.
+        checks: Findings that are a warning, accepted or wrong.
     """
 
     node: str

@@ -32,11 +32,12 @@ class Finding:
     Attributes:
         check: `group.name` of the check.
         rule: Reason of the check: a requirement, a word or two, or a CVE of the same kind.
-        status: `ok`, `warning`, `accepted` (a warning of `accepted_warnings`), `wrong` or `skipped`.
+        status: `ok`; `warning`: works, but an administrator should know; `accepted`: a warning that is in
+            `accepted_warnings`; `wrong`: does not work, or is dangerous; `skipped`: could not run here.
         found: What is there; if skipped, why the check could not run.
         wanted: What should be there; "" if ok or skipped.
         fix: What to do; "" if ok or skipped.
-        seconds: Duration of the check.
+        seconds: Duration.
     """
 
     check: str

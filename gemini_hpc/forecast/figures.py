@@ -116,8 +116,8 @@ class FigureRow:
 
     Attributes:
         what: Name of the value.
-        published: The value as printed; "" if the paper has none.
-        ours: The value as computed here.
+        published: Value as printed.
+        ours: Value as computed here.
         note: Reason of a difference.
     """
 

@@ -42,8 +42,8 @@ class GoodputRow:
         gpus: Number of GPUs.
         way: Name of the protection.
         lost_s: Average cost of a failure, without waits for nodes.
-        allowed_s: Permitted cost of a failure to reach 99.5 %.
-        goodput: Share of the time that is training and kept, with RSC-1's failures.
+        allowed_s: Highest cost that still gives 99.5 %.
+        goodput: Share of useful time with RSC-1's failures.
         standby: Number of standby nodes.
         paid: Goodput if standby nodes count as cost.
         gentle: Goodput with Llama 3's failures.
@@ -67,7 +67,7 @@ class Published:
         gpus: Number of GPUs.
         share: Share of the time, in their words.
         what: Source, and what it measured.
-        source: Place where it is printed.
+        source: Place in print.
     """
 
     gpus: int

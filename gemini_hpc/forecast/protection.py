@@ -50,26 +50,25 @@ class Protection:
     With parity, `parity` blocks of it stand in each group of `replicas` nodes.
 
     Attributes:
-        replicas: Number of copies, the own one included; with parity the nodes of a group.
+        replicas: Copies, the own one included; with parity the nodes of a group.
         redundancy: `replicate` (copies), `xor` or `rs`.
         parity: Nodes of a group that may be lost at once; 0 with copies.
         needed_bytes: Memory of a node for all slots.
-        fits: True if the memory suffices.
-        transfer_s: Time of one version on the network.
-        fold_s: Time of one core for the parity of one version; 0 with copies.
+        fits: The memory suffices.
+        transfer_s: Time of a version on the network.
+        fold_s: Time of one core for a version's parity.
         every: Iterations from one version to the next.
         over: Iterations in which a version is sent.
         overhead: Share of the training's time.
-        within: True if the overhead is within its ceiling.
-        repeated: Completed iterations that a failure repeats at most.
+        within: The overhead is within its ceiling.
+        repeated: Most completed iterations that a failure repeats.
         survival: Probability that memory serves, by the number of nodes lost at once (in JSON a string).
         lost_s: Average work that a failure costs.
         down_s: Time until training goes on, by requeue and with a spare.
-        effective: Share of the time that is effective training, by requeue and with a spare.
+        effective: Share of effective training, by requeue and with a spare.
         unserved_per_day: Failures a day that no copy in memory serves.
-        tier_save_s: Time to save one version to the tier.
-        tier_every_s: Time between two such saves, so that saving and losing cost least; null if memory serves every
-            failure.
+        tier_save_s: Time to save a version to the tier.
+        tier_every_s: Time between two such saves that costs least; null if memory serves every failure.
     """
 
     replicas: int
@@ -159,7 +158,7 @@ class DomainLoss:
     Attributes:
         domains: Number of domains, each equally likely to be lost.
         survived: Share of the domains whose loss memory survives, if copies are kept apart.
-        as_listed: The same share if no domains are known.
+        as_listed: Same share if no domains are known.
     """
 
     domains: int

@@ -22,7 +22,7 @@ class FailureRate:
 
     Attributes:
         per_day: Failures of one node a day.
-        hardware: Share of these failures that take the node and its memory.
+        hardware: Share that takes the node and its memory.
         source: Origin of the rate, for people.
     """
 

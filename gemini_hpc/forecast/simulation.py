@@ -78,10 +78,10 @@ class RunOutcome:
         stalled_s: Stalls for checkpoints.
         repeated_s: Training done again.
         down_s: Recoveries, and waits for nodes.
-        failures: Number of failures of nodes.
-        recoveries: Number of recoveries; a failure during a recovery begins none.
+        failures: Failures of nodes.
+        recoveries: Recoveries; a failure during one begins none.
         from_tier: Recoveries that no copy in memory could serve.
-        waits: Waits for a node, because no standby was left.
+        waits: Waits for a node when no standby was left.
     """
 
     total_s: float

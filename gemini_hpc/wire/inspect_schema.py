@@ -32,10 +32,10 @@ class EventRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         t: Time of the event.
-        name: Name of the event.
-        host: Host of it, or "".
+        name: Name.
+        host: Host.
         restart: Incarnation of the job.
-        version: Version of the training; 0: the event has none.
+        version: Version of the training; 0: none.
         detail: Sentence.
     """
 

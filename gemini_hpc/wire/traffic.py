@@ -36,39 +36,38 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         t: Time of the report.
-        scheme: Way of the copies: `gemini`, `naive`, `no_pipeline`, `background`, `blocking` or `none`.
-        transport: What carries them now: `host`, `nccl`, `gloo` (NCCL was left), `mpi` (a program without torch) or
-            `none` (there is no receiver).
-        stage: `profile` (collectives are timed), `plan`, `agree` (between the ranks) or `steady` (under a plan).
-        problem: Reason why copies are not fitted into idle spans; "": nothing is wrong.
+        scheme: `Traffic(scheme=...)`.
+        transport: Carrier now: `host`, `nccl`, `gloo` (NCCL was left), `mpi` (no torch) or `none` (no receiver).
+        stage: `recall` (of an earlier profile), `profile`, `plan`, `agree` (between ranks) or `steady`; `sizes` and
+            `offers` while the ranks deal the state out again.
+        problem: Reason why copies do not go in idle spans.
         j: Every j-th version is saved.
-        s: Iterations within which a version is saved.
-        repeated: Steps that a failure repeats at most.
-        iteration_s: Length of an iteration; null before the profile.
-        idle_s: Sum of the planned lengths of the idle spans in an iteration.
-        spans: Number of those spans.
-        collectives: Number of collectives in an iteration.
+        s: Iterations to save a version.
+        repeated: Most steps that a failure repeats.
+        iteration_s: Length of an iteration.
+        idle_s: Planned idle time in an iteration.
+        spans: Idle spans in an iteration.
+        collectives: Collectives in an iteration.
         deviation: Normalized standard deviation of the spans' lengths.
         bytes_per_s: Rate of the link.
         alpha_s: Time to start a transfer.
         chunks: Chunks of a version in the plan.
-        largest_chunk_bytes: Largest of them.
-        total_bytes: Bytes that one version sends to all holders.
-        fitting_bytes: Bytes of them that fit into idle spans.
-        spilled_bytes: Bytes of them that go with the last span and delay the training.
-        late_s: Expected delay of the training by them.
-        overhead: Measured share of the time that checkpoints cost (0.01 is 1 %). Noise can make it negative.
+        largest_chunk_bytes: Largest chunk.
+        total_bytes: Bytes of a version to all holders.
+        fitting_bytes: Part that fits into idle spans.
+        spilled_bytes: Part that goes with the last span and delays the training.
+        late_s: Expected delay.
+        overhead: Measured share of the time that checkpoints cost; noise can make it negative.
         waited_s: Usual wait at the optimizer.
         buffer_bytes: Memory that chunks wait in.
-        chunks_per_span: Chunks of each span in order, 64 numbers at most; of more spans neighbours are added up.
-        unsealed: Versions still under way when the training went on after its longest wait (events `late`). A failure
-            right then repeats one step more.
-        mu: Share of each span that the plan uses; null: the rank is of an earlier version.
+        chunks_per_span: Chunks of each span, 64 numbers at most; of more spans neighbours are added up.
+        unsealed: Versions not sealed within the training's longest wait (events `late`). A failure right then repeats
+            one step more.
+        mu: Share of each span that the plan uses; null: an earlier release.
         ceiling: Share of the time that checkpoints may cost (`Traffic(overhead=...)`).
-        judged_in: Iterations until an `overhead` above `ceiling` makes saves rarer in any case; 0: it does now.
+        judged_in: Iterations until an `overhead` above `ceiling` makes saves rarer in any case.
         sealed_s: Usual time from `step()` to the seal.
-        reason: Reason why only one version in several is saved, and what helps, by the rank that needs it; "": each
-            version is saved, or another rank needs it.
+        reason: Reason why this rank needs j above 1, and what helps.
     """
 
     t: Time
@@ -145,14 +144,13 @@ class TimelineState(msgspec.Struct, frozen=True, array_like=True):
     """A recorded iteration of one rank, from its step() number `version` to the next.
 
     Attributes:
-        version: Number of the step() call before it.
+        version: Number of the `step()` before it.
         iteration_s: Length of the iteration.
         gate_s: Time at which the training came to the optimizer.
-        ops: Collectives of the training, from launch to completion; 400 at most.
-        chunks: Chunks of checkpoints, until acknowledged; 320 at most. Replica 0 goes to the first holder after the
-            own node.
-        copies: Tensors copied into the own slot; 128 at most.
-        waits: Waits of the training for checkpoints, at the optimizer; 32 at most.
+        ops: Collectives, from launch to completion; 400 at most.
+        chunks: Chunks, until acknowledged; 320 at most. Replica 0 goes to the first holder after the own node.
+        copies: Copies into the own slot; 128 at most.
+        waits: Waits for checkpoints at the optimizer; 32 at most.
         spans: Idle spans of the plan; 128 at most.
     """
 

@@ -26,11 +26,12 @@ PAGE = (ROOT / "docs/json.md").read_text()
 
 
 def keys(verb: str, heading: str = "") -> list[str]:
-    """Return the keys in the lists below a heading of a verb's section."""
+    """Return the keys in the lists below a heading of a verb's section; each document has `schema`, too."""
     part = PAGE.split(f"\n## {verb}\n")[1].split("\n## ")[0].split("\n### ")
     text = next(text for text in part if text.startswith(f"{heading}\n")) if heading else part[0]
-    items = re.findall(r"^- ((?:`\w+`(?:, )?)+) \(", text, re.M)
-    return [key for item in items for key in re.findall(r"`(\w+)`", item)]
+    items = re.findall(r"^- ((?:`\w+`(?:, )?)+)(?: \(|:|$)", text, re.M)
+    first = ["schema"] if heading in ("", "A figure") else []
+    return [*first, *(key for item in items for key in re.findall(r"`(\w+)`", item))]
 
 
 def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def replace_slot(slot: HeldSlot) -> HeldSlot:
 
 def test_each_list_is_made_from_its_class() -> None:
     assert with_fields(PAGE) == PAGE, "python -m tests.docs.tables writes it anew"
-    assert PAGE.count("<!-- fields of ") == 12
+    assert PAGE.count("<!-- ") == 12
 
 
 def test_a_field_without_words_is_noticed() -> None:
@@ -163,7 +164,7 @@ def test_a_field_without_words_is_noticed() -> None:
         b: str | None
 
     assert words_of(Said) == {"a_s": "the first, in two lines.", "b": "the second."}
-    assert fields_of(Said) == "- `a_s` (duration): the first, in two lines.\n- `b` (string or null): the second.\n"
+    assert fields_of(Said) == "- `a_s`: the first, in two lines.\n- `b` (string?): the second.\n"
     Said.__doc__ = "Some fields."
     with pytest.raises(AssertionError, match="docstring"):
         fields_of(Said)

@@ -139,7 +139,7 @@ def test_the_document_is_documented() -> None:
     )
     json.dumps(d)
     assert d["schema"] == 1
-    assert all(f"`{key}`" in text for key in [*d, *d["checks"][0], *STATUSES])
+    assert all(f"`{key}`" in text for key in [*d, *d["checks"][0], *STATUSES] if key != "schema")
 
 
 # ---- what cannot be had here: later releases of Slurm, cgroup v2, a systemd ----------------------------
