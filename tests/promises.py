@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,13 +13,10 @@ from tests import parts
 PAGE = parts.TESTS.parent / "docs" / "dev" / "promises.md"
 HEAD = """# The promises, and the test that shows each
 
-`make test` runs the quick tests and those below. Each shows one promise of the [README](../../README.md), on a real
-cluster where only that shows it. `make test-all` runs all the others. The marker `witness` at the test makes its row:
-`python -m tests.promises` writes this page.
-
-| promise | test | on a real cluster |
-|---|---|---|
+`make test` runs the quick tests and those below. Each shows one promise of the [README](../../README.md). The marker
+`witness` at the test makes its line: `python -m tests.promises` writes this page.
 """
+SECTIONS = {True: "On a real cluster", False: "Without a cluster"}
 
 
 class Marked(NamedTuple):
@@ -49,10 +47,18 @@ def _in_file(file: str, name: str) -> Iterator[Marked]:
                     yield Marked(file, node.name, tuple(str(ast.literal_eval(a)) for a in call.args), is_cluster)
 
 
+def _wrap(item: str) -> str:
+    return textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
+
+
 def page() -> str:
     """Return the text of docs/dev/promises.md."""
     rows = sorted((m.words[0], f"{m.file}::{m.test}", m.is_cluster) for m in marked("witness"))
-    return HEAD + "".join(f"| {what} | `{test}` | {'yes' if real else ''} |\n" for what, test, real in rows)
+    text = HEAD
+    for is_cluster, heading in SECTIONS.items():
+        text += f"\n## {heading}\n\n"
+        text += "".join(_wrap(f"- {what}: `{test}`") for what, test, real in rows if real == is_cluster)
+    return text
 
 
 if __name__ == "__main__":
