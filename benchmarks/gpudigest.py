@@ -14,7 +14,10 @@ bytes. The slot's first and last pieces are left out, too: they have bytes that 
 Triton compiles the kernel. The tests run it in Triton's interpreter; it has not been run on a device. `find_fault`
 compares it with the processor, and has to be asked first.
 
-No training uses these digests so far, only `python -m benchmarks.gpu`.
+No training uses these digests so far, only `python -m benchmarks.gpu`. They could show whether the copy from the
+device is right, spare the home a digest where another node holds a copy, and leave unchanged pieces out of a push.
+The first two change R5 (docs/dev/protocol.md). Each costs the GPU a reading of the state in every version, which has
+not been measured.
 """
 
 from __future__ import annotations
