@@ -230,21 +230,23 @@ class RecoveryMember:
     def _write_map(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
         identity, nodelist = self._identity, incarnation.attach.nodelist
         hosts = tuple(host for host in incarnation.hosts if host in plan.noderanks)
-        text = map_file.render(
-            job=identity.job,
-            restart=incarnation.restart,
-            nodelist=hostlist.compress(hosts) if incarnation.view.spares else nodelist,
-            hosts=hosts,
-            noderanks=plan.noderanks,
-            host=identity.node,
-            master_port=compute_master_port(identity.job, incarnation.restart),
-            socket_path=f"{identity.directory}/agent.sock",
-            agent_port=identity.port,
-            epoch=plan.epoch,
-            map_hash=plan.map_hash,
-        )
+        by_rank = {rank: name for name, rank in plan.noderanks.items()}
+        fields = {
+            "job": identity.job,
+            "restart": incarnation.restart,
+            "nodes": len(hosts),  # those that train, in the order of Slurm's node list
+            "nodelist": hostlist.compress(hosts) if incarnation.view.spares else nodelist,
+            "noderanks": ",".join(str(plan.noderanks[host]) for host in hosts),
+            "noderank": plan.noderanks.get(identity.node, "spare"),
+            "master_addr": by_rank[0],
+            "master_port": compute_master_port(identity.job, incarnation.restart),
+            "socket": f"{identity.directory}/agent.sock",
+            "agent_port": identity.port,
+            "epoch": plan.epoch,
+            "hash": plan.map_hash,
+        }
         try:
-            map_file.write(identity.directory, text)
+            map_file.write(identity.directory, fields)
         except OSError as exc:
             map_file.end_wait(identity.directory)
             self._log("unmapped", detail=f"the map file cannot be written: {exc.strerror}")

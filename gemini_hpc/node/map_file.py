@@ -6,55 +6,18 @@ See requirement all-or-nothing-map.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 NAME = "map"
 WAITING = "waiting"  # without a map, steps wait a moment: slurmd may have skipped the prolog (see `agent.wake_peers`)
 
 
-def render(
-    *,
-    job: int,
-    restart: int,
-    nodelist: str,
-    hosts: Sequence[str],
-    noderanks: Mapping[str, int],
-    host: str,
-    master_port: int,
-    socket_path: str,
-    agent_port: int,
-    epoch: int,
-    map_hash: str,
-) -> str:
-    """Return the text of the map file.
-
-    `hosts` are the nodes that train, in the order of Slurm's node list, which `nodelist` compresses. A spare has
-    the node rank "spare".
-    """
-    by_rank = {rank: name for name, rank in noderanks.items()}
-    lines = {
-        "job": job,
-        "restart": restart,
-        "nodes": len(hosts),
-        "nodelist": nodelist,
-        "noderanks": ",".join(str(noderanks[h]) for h in hosts),
-        "noderank": noderanks.get(host, "spare"),
-        "master_addr": by_rank[0],
-        "master_port": master_port,
-        "socket": socket_path,
-        "agent_port": agent_port,
-        "epoch": epoch,
-        "hash": map_hash,
-    }
-    return "GEMINI_MAP 1\n" + "".join(f"{k}={v}\n" for k, v in lines.items())
-
-
-def write(directory: str, text: str) -> None:
-    """Put the file in place atomically."""
+def write(directory: str, fields: Mapping[str, object]) -> None:
+    """Put a file with these fields in place atomically."""
     temporary = os.path.join(directory, f".{NAME}.{os.getpid()}")
     with open(temporary, "w", encoding="ascii") as f:
-        f.write(text)
+        f.write("GEMINI_MAP 1\n" + "".join(f"{key}={value}\n" for key, value in fields.items()))
     os.replace(temporary, os.path.join(directory, NAME))
     end_wait(directory)
 
