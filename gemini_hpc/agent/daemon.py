@@ -155,16 +155,16 @@ class Agent:
             hold_ranks=trainings.hold_ranks,
         )
         self._closed = closed = ClosedTrainings(context, replicas, tier)
+        ends = PlainEnds(identity.node, self.launches)
         self.service = RankRequests(
             context,
-            Sessions(context, replicas, tier, stats, read_notice=lambda: self.controller_link.notice),
+            Sessions(context, replicas, tier, stats, ends, read_notice=lambda: self.controller_link.notice),
             replicas,
             self.transfers,
             tier,
             closed,
             self.rescue,
             stats,
-            PlainEnds(identity.node, self.launches),
         )
         self.member = RecoveryMember(
             context,
@@ -189,18 +189,21 @@ class Agent:
             self.state,
             rdma,
             list_live_ranks=self.rescue.list_live_ranks,
-            read_kept_until=self._retention.compute_kept_until,
         )
         self._peer_server = PeerServer(
             context,
             store,
-            self.transfers.incoming,
             self._waker,
-            FlushRequests(context, trainings, saver, self.salvage),
             self._view,
             lambda: self.member.build_inventory(verify=False),
             self.spares,
             self._retention,
+            {
+                "push": self.transfers.incoming.serve,
+                "wake": self._waker.answer,
+                "flush": FlushRequests(context, trainings, saver, self.salvage).answer,
+                "evacuate": self.spares.answer,
+            },
         )
         self._receivers = self._register_receivers()
         self._handlers: dict[type, Callable[[Any], _Answer | Awaitable[_Answer]]] = {
@@ -610,7 +613,7 @@ class Agent:
 
     def inspect(self, request: int) -> inspect_schema.InspectPart:
         """Return this node's view of the job."""
-        return self._view.build_part(request)
+        return self._view.build_part(request, self._retention.compute_kept_until())
 
     def on_ending(self, left_s: int | None) -> None:
         """Note that Slurm ends the job in so many seconds. None means that no time is set."""

@@ -40,7 +40,6 @@ class InspectView:
         rdma: Rdma,
         *,
         list_live_ranks: Callable[[str], tuple[int, ...]],
-        read_kept_until: Callable[[], float],
     ) -> None:
         """Create the view.
 
@@ -53,12 +52,11 @@ class InspectView:
             state: File of the recovery state.
             rdma: The agent's device for RDMA.
             list_live_ranks: Returns the ranks of a training whose shards could be copied from live state here.
-            read_kept_until: Returns when the memory is freed unless the job comes back (monotonic seconds).
         """
         self._identity, self._membership, self._log = context.identity, context.membership, context.events
         self._trainings, self._store, self._rejections = replicas.trainings, replicas.store, replicas.rejections
         self._saver, self._stats, self._cpu, self._state = saver, stats, cpu, state
-        self._rdma, self._list_live_ranks, self._read_kept_until = rdma, list_live_ranks, read_kept_until
+        self._rdma, self._list_live_ranks = rdma, list_live_ranks
 
     def _describe_training(self, training: Training) -> inspect_schema.TrainingState:
         sealed, pace = training.sealed, None
@@ -104,8 +102,13 @@ class InspectView:
                     blocks=shard.parity.blocks if shard.parity is not None else 1,
                 )
 
-    def build_part(self, request: int, record: inspect_schema.RecordAsk | None = None) -> inspect_schema.InspectPart:
-        """Return this node's view of the job and, on request, the record of one rank."""
+    def build_part(
+        self, request: int, kept_until: float, record: inspect_schema.RecordAsk | None = None
+    ) -> inspect_schema.InspectPart:
+        """Return this node's view of the job and, on request, the record of one rank.
+
+        The memory is freed at `kept_until`, unless the job comes back (monotonic seconds).
+        """
         identity, membership, budget = self._identity, self._membership, self._store.budget
         incarnation = membership.incarnation
         mesh = incarnation.mesh if incarnation is not None else None
@@ -140,7 +143,7 @@ class InspectView:
             record=None if record is None else self._stats.build_record(record),
             problem="; ".join(filter(None, (unwritten, self._saver.problem))),
             unprotected=trouble,
-            kept_until=clock.time() + max(0.0, self._read_kept_until() - clock.monotonic()) if kept else 0.0,
+            kept_until=clock.time() + max(0.0, kept_until - clock.monotonic()) if kept else 0.0,
             spares=incarnation.view.spares if incarnation is not None else 0,
             without=membership.lost,
             after=incarnation.attach.after if incarnation is not None else 0,

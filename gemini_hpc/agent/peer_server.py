@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from gemini_hpc import clock
@@ -12,9 +12,7 @@ from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.retention import Retention
 from gemini_hpc.agent.spares import Spares
-from gemini_hpc.agent.tier.flush import FlushRequests
 from gemini_hpc.agent.transfer import pull_source
-from gemini_hpc.agent.transfer.push_receiver import PushReceiver
 from gemini_hpc.agent.wake_peers import Wake
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.operators import Operators
@@ -37,30 +35,28 @@ class PeerServer:
         self,
         context: AgentContext,
         store: Store,
-        incoming: PushReceiver,
         waker: Wake,
-        flush: FlushRequests,
         view: InspectView,
         build_inventory: Callable[[], Awaitable[peer.InventoryRecord]],
         spares: Spares,
         retention: Retention,
+        services: Mapping[str, Callable[[Link], Awaitable[None]]],
     ) -> None:
         """Create the server; `listen` opens the port.
 
         Args:
             context: The agent's context.
             store: The agent's copies.
-            incoming: Receives copies from other nodes.
-            waker: Answers summons.
-            flush: Answers `gemini-hpc flush`.
+            waker: Admits summons.
             view: The agent's view of the job.
             build_inventory: Returns the inventory of this node, unverified.
-            spares: Answers `gemini-hpc evacuate`.
+            spares: Follows the views of other nodes.
             retention: Decides whether other jobs of the owner are served.
+            services: Serve the connections of further purposes, by purpose.
         """
         self._identity, self._membership, self._events = context.identity, context.membership, context.events
-        self._store, self._incoming, self._waker, self._flush = store, incoming, waker, flush
-        self._view, self._build_inventory, self._spares, self._retention = view, build_inventory, spares, retention
+        self._store, self._waker, self._view, self._build_inventory = store, waker, view, build_inventory
+        self._spares, self._retention, self._services = spares, retention, services
         self._count = 0
         self._preauth_limit = PreauthLimit(_MAX_STRANGERS)
         self._operators = Operators(context.settings.operators, self._owners)
@@ -162,14 +158,8 @@ class PeerServer:
             await incarnation.mesh.serve(link.session.peer_host, link)
         elif purpose == "pull":
             await pull_source.serve(link, self._store.pool, self._find_copy)
-        elif purpose == "push":
-            await self._incoming.serve(link)
-        elif purpose == "wake":
-            await self._waker.answer(link)
-        elif purpose == "flush":
-            await self._flush.answer(link)
-        elif purpose == "evacuate":
-            await self._spares.answer(link)
+        elif (serve := self._services.get(purpose)) is not None:
+            await serve(link)
         elif purpose == "taken":
             async with asyncio.timeout(_ANSWER_S):
                 if isinstance(await link.receive(), peer.TakenOver) and not self._retention.explain_refusal():
@@ -183,7 +173,8 @@ class PeerServer:
             async with asyncio.timeout(_ANSWER_S):
                 message = await link.receive()
                 if isinstance(message, inspect_schema.InspectAsk):
-                    await link.flush(self._view.build_part(message.request, message.record))
+                    kept_until = self._retention.compute_kept_until()
+                    await link.flush(self._view.build_part(message.request, kept_until, message.record))
 
     def _find_copy(self, ask: peer.PullAsk) -> tuple[Copy, Any] | bool:
         found = self._store.find_version(ask.training, ask.rank, ask.stamp, parity=ask.parity)

@@ -10,7 +10,6 @@ from typing import Any
 from gemini_hpc import clock
 from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.peers.context import AgentContext
-from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.replicas import galois, replica_fills
 from gemini_hpc.agent.replicas.digest_pool import Urgency
 from gemini_hpc.agent.replicas.memory import NoMemory, adopt
@@ -51,7 +50,6 @@ class RankRequests:
         closed: ClosedTrainings,
         rescue: Rescue,
         stats: StatsStore,
-        ends: PlainEnds,
     ) -> None:
         self._node, self._membership = context.node, context.membership
         self._log, self._spawn = context.events, context.spawn
@@ -59,7 +57,7 @@ class RankRequests:
         self._rejections, self._outlines = replicas.rejections, replicas.outlines
         self._outgoing, self._pulls = transfers.outgoing, transfers.pulls
         self._saver, self._keeps = tier.saver, tier.keeps
-        self._sessions, self._closed, self._rescue, self._stats, self._ends = sessions, closed, rescue, stats, ends
+        self._sessions, self._closed, self._rescue, self._stats = sessions, closed, rescue, stats
         self._fills: dict[tuple[str, int, int], LocalClient] = {}
         self._keepers: dict[tuple[str, int], LocalClient] = {}
         self._events = RateLimit(_EVENTS_PER_S, _EVENTS_BURST)
@@ -94,8 +92,6 @@ class RankRequests:
         self._rescue.on_disconnect(client)
         if writing := replica_fills.on_disconnect(client, list(self._store)):
             self._spawn(replica_fills.wait_for_end(client, writing))
-        training, rank = self._sessions.find_rank(client)
-        self._ends.on_disconnect(client, success=training is not None and rank in training.finished)
         self._sessions.on_disconnect(client)
 
     def drop_all(self) -> None:
@@ -139,7 +135,7 @@ class RankRequests:
         """Answer one request of a training rank, and close the descriptors."""
         try:
             if isinstance(request, local.Hello):
-                return await self._on_hello(client, request, fds)
+                return await self._sessions.admit_rank(client, request, fds)
             if isinstance(request, local.HandBack):
                 return await self._hand_back(client, request, fds)
             if (handle := self._handlers.get(type(request))) is not None:
@@ -151,11 +147,6 @@ class RankRequests:
             for fd in fds:
                 os.close(fd)
         return local.Error("not a request of a training rank"), []
-
-    async def _on_hello(self, client: LocalClient, m: local.Hello, fds: list[int]) -> Reply:
-        welcome = await self._sessions.admit_rank(client, m, fds)
-        self._ends.record_rank(client, m.step, m.rank)
-        return welcome
 
     def _on_finished(self, client: LocalClient, m: local.Finished) -> Reply:
         self._sessions.check_rank(client, m)
@@ -218,7 +209,7 @@ class RankRequests:
                 if keeper is client and shard is not None and not shard.pushed:
                     self._filling.pass_over(shard, m.version)
         elif m.name == "raised":
-            self._ends.record_exception(client, _clean_text(m.detail, 200), m.version)
+            self._sessions.ends.record_exception(client, _clean_text(m.detail, 200), m.version)
         elif m.name == "degraded":
             training.record_trouble(f"rank {rank}: {m.detail[:300]}")
         elif m.name == "unprotected":  # an unprotected rank reports no more steps

@@ -11,6 +11,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.replicas.replicas import Replicas
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.stats_store import StatsStore
@@ -65,6 +66,7 @@ class Sessions:
         replicas: Replicas,
         tier: TierParts,
         stats: StatsStore,
+        ends: PlainEnds,
         read_notice: Callable[[], str],
     ) -> None:
         """Create an empty table of sessions.
@@ -74,11 +76,13 @@ class Sessions:
             replicas: The agent's copies.
             tier: The agent's part in saves to the tier.
             stats: Statistics of the ranks.
+            ends: Ranks that have no launcher.
             read_notice: Returns the controller's notice for users.
         """
         self._identity, self._membership = context.identity, context.membership
         self._trainings, self._rejections = replicas.trainings, replicas.rejections
         self._saver, self._tier, self._stats, self._read_notice = tier.saver, tier.choice, stats, read_notice
+        self.ends = ends
         self._clients: dict[LocalClient, RankSessionEntry] = {}
 
     # ---- who is there ----------------------------------------------------------------------------------
@@ -86,6 +90,7 @@ class Sessions:
     def on_disconnect(self, client: LocalClient) -> None:
         """Remove a process whose connection has ended."""
         training, rank = self.find_rank(client)
+        self.ends.on_disconnect(client, success=training is not None and rank in training.finished)
         self._clients.pop(client, None)
         if training is not None and training.present.get(rank) is client:
             del training.present[rank]
@@ -239,6 +244,7 @@ class Sessions:
             reached=membership.stop.reached.get(name, 0),
             changes=membership.changes[:_TOLD],
         )
+        self.ends.record_rank(client, m.step, m.rank)
         return welcome, [training.open_page()]
 
     def _derive_training_name(self, m: local.Hello) -> str:

@@ -40,9 +40,8 @@ def state(training: Training) -> TrainingState:
         silent,
         SimpleNamespace(state=""),  # type: ignore[arg-type]
         list_live_ranks=lambda name: (),
-        read_kept_until=lambda: 0.0,
     )
-    return made.build_part(1).trainings[0]
+    return made.build_part(1, 0.0).trainings[0]
 
 
 def sealed(training: Training, version: int) -> None:
