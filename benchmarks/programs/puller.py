@@ -31,7 +31,7 @@ from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer import pull, pull_source
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire.handshake import HandshakeClient
+from gemini_hpc.wire.handshake import Caller, HandshakeClient
 from gemini_hpc.wire.link import accept
 
 JOB = 1
@@ -117,16 +117,8 @@ def fetch(host: str, target: str, address: str, runs: int) -> None:
     whole, eighth = offer.copies
 
     def pulled(copy: Copy, memory: Memfd, connections: int) -> None:
-        client = HandshakeClient(
-            purpose="pull",
-            cluster="bench",
-            job=JOB,
-            restart=0,
-            source=host,
-            target=target,
-            instance="replacement",
-            server_uid=os.geteuid(),
-        )
+        caller = Caller("bench", host, "replacement")
+        client = HandshakeClient(caller, purpose="pull", job=JOB, target=target, server_uid=os.geteuid())
         source = pull.Source(target, address, offer.agent_port, client, copy.stamp)
         pull.fetch(copy, memory, [source], Event(), connections)
 

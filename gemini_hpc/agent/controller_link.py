@@ -238,18 +238,10 @@ class ControllerLink:
             tries += 1
 
     async def _dial(self, host: str) -> Link:
-        identity, settings = self._identity, self._identity.settings
-        client = HandshakeClient(
-            purpose="control",
-            cluster=settings.cluster_name,
-            job=identity.job,
-            restart=max(self._membership.restart, 0),
-            source=identity.node,
-            target=host,
-            instance=identity.instance,
-            server_uid=self._controller_uid,
-        )
-        return await connect(host, settings.controller_port, client)
+        identity, uid = self._identity, self._controller_uid
+        caller = identity.build_caller(self._membership.restart)
+        client = HandshakeClient(caller, purpose="control", job=identity.job, target=host, server_uid=uid)
+        return await connect(host, identity.settings.controller_port, client)
 
     async def _serve(self, link: Link) -> None:
         link.fail_after(_SILENT_S)

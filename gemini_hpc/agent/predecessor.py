@@ -54,16 +54,9 @@ class Predecessor:
     def build_client(self, host: str, purpose: str, job: int) -> HandshakeClient:
         """Return the calling side of a handshake with the predecessor's agent on a host."""
         identity = self._identity
+        caller = identity.build_caller(self._membership.restart)
         return HandshakeClient(
-            purpose=purpose,
-            cluster=identity.settings.cluster_name,
-            job=job,
-            restart=max(self._membership.restart, 0),
-            source=identity.node,
-            target=host,
-            instance=identity.instance,
-            server_uid=identity.uid,
-            successor=identity.job,
+            caller, purpose=purpose, job=job, target=host, server_uid=identity.uid, successor=identity.job
         )
 
     async def request_handover(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:

@@ -71,7 +71,7 @@ def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: boo
     # Imported only here: the check of a healthy node needs nothing but the standard library.
     from gemini_hpc.wire import controller, site_key
     from gemini_hpc.wire.credentials import CredentialError
-    from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
+    from gemini_hpc.wire.handshake import Caller, HandshakeClient, HandshakeError
     from gemini_hpc.wire.link import BlockingLink, LinkClosed
     from gemini_hpc.wire.message import Message
 
@@ -88,16 +88,8 @@ def _report(settings: Settings, job: int, restart: int, node: str, *, hangs: boo
     )
     while hosts:
         for host in hosts:
-            client = HandshakeClient(
-                purpose=controller.HEALTH,
-                cluster=settings.cluster_name,
-                job=job,
-                restart=0,
-                source=node,
-                target=host,
-                instance=secrets.token_hex(8),
-                server_uid=settings.find_slurm_uid(),
-            )
+            caller, uid = Caller(settings.cluster_name, node, secrets.token_hex(8)), settings.find_slurm_uid()
+            client = HandshakeClient(caller, purpose=controller.HEALTH, job=job, target=host, server_uid=uid)
             try:
                 link = BlockingLink.connect(host, settings.controller_port, client)
                 try:

@@ -20,7 +20,7 @@ from gemini_hpc.wire import inspect_schema, site_key
 from gemini_hpc.wire.credentials import CredentialError
 from gemini_hpc.wire.evacuate import NO_PART, EvacuateAsk, Evacuated
 from gemini_hpc.wire.flush import FlushAsk, Flushing
-from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
+from gemini_hpc.wire.handshake import Caller, HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed, connect_any
 from gemini_hpc.wire.message import Message
 
@@ -51,16 +51,8 @@ def build_client(
         site_key.adopt(settings)
     except CredentialError as exc:
         raise QueryError(str(exc)) from None
-    return HandshakeClient(
-        purpose=purpose,
-        cluster=settings.cluster_name,
-        job=job,
-        restart=0,
-        source=socket.gethostname(),
-        target=target,
-        instance=secrets.token_hex(8),
-        server_uid=server_uid,
-    )
+    caller = Caller(settings.cluster_name, socket.gethostname(), secrets.token_hex(8))
+    return HandshakeClient(caller, purpose=purpose, job=job, target=target, server_uid=server_uid)
 
 
 class ControllerLine:

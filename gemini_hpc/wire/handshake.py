@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from typing import NamedTuple
 
 import msgspec
 
@@ -144,37 +145,32 @@ def encode_refusal(reason: str) -> bytes:
     return msgspec.msgpack.encode(Envelope(refusal=reason))
 
 
+class Caller(NamedTuple):
+    """The calling process, with the fields of `ClientHello` that tell of it."""
+
+    cluster: str
+    source: str
+    instance: str
+    restart: int = 0
+    lost: tuple[str, ...] = ()
+
+
 class HandshakeClient:
     """The calling side of one handshake."""
 
     def __init__(
-        self,
-        *,
-        purpose: str,
-        cluster: str,
-        job: int,
-        restart: int,
-        source: str,
-        target: str,
-        instance: str,
-        server_uid: int,
-        lost: tuple[str, ...] = (),
-        successor: int = 0,
+        self, caller: Caller, *, purpose: str, job: int, target: str, server_uid: int, successor: int = 0
     ) -> None:
         self._hello = ClientHello(
             least=version.OLDEST,
             most=version.CURRENT,
             purpose=purpose,
-            cluster=cluster,
             job=job,
-            restart=restart,
-            source=source,
             target=target,
-            instance=instance,
             nonce=os.urandom(16),
             share=os.urandom(32),
-            lost=lost,
             successor=successor,
+            **caller._asdict(),
         )
         self._server_uid = server_uid
 

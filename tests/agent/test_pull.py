@@ -20,7 +20,7 @@ from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.digest import PIECE_BYTES, digest_bytes
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import munge, peer
-from gemini_hpc.wire.handshake import HandshakeClient
+from gemini_hpc.wire.handshake import Caller, HandshakeClient
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, accept
 
 from .test_push_bad_input import Site
@@ -49,10 +49,8 @@ class Holder:
     @property
     def source(self) -> pull.Source:
         port = self.server.sockets[0].getsockname()[1]
-        client = HandshakeClient(
-            purpose="pull", cluster="", job=1, restart=0, source="n0", target=self.name, instance="i",
-            server_uid=os.geteuid(),
-        )  # fmt: skip
+        caller = Caller("", "n0", "i")
+        client = HandshakeClient(caller, purpose="pull", job=1, target=self.name, server_uid=os.geteuid())
         return pull.Source(self.name, "127.0.0.1", port, client, COPY.stamp)
 
     async def _call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from gemini_hpc.config import load_site_settings
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import controller, inspect_schema, peer
-from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
+from gemini_hpc.wire.handshake import Caller, HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept, connect
 from gemini_hpc.wire.ports import list_candidates
 
@@ -127,16 +127,8 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def dial(host: str) -> Link:
-    client = HandshakeClient(
-        purpose="control",
-        cluster=SETTINGS.cluster_name,
-        job=JOB,
-        restart=RESTART,
-        source=HOST,
-        target=host,
-        instance=INSTANCE,
-        server_uid=pwd.getpwnam(SETTINGS.slurm_user).pw_uid,
-    )
+    caller, uid = Caller(SETTINGS.cluster_name, HOST, INSTANCE, RESTART), pwd.getpwnam(SETTINGS.slurm_user).pw_uid
+    client = HandshakeClient(caller, purpose="control", job=JOB, target=host, server_uid=uid)
     return await connect(host, SETTINGS.controller_port, client)
 
 

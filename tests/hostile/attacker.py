@@ -20,7 +20,7 @@ import msgspec
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import controller, handshake, inspect_schema, munge, peer, protocol
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer, pack_bare, read_bare, read_exact
-from gemini_hpc.wire.handshake import Envelope, HandshakeClient, HandshakeError
+from gemini_hpc.wire.handshake import Caller, Envelope, HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect
 from gemini_hpc.wire.message import Message
 
@@ -112,8 +112,9 @@ def noise(a: Args) -> Args:
 
 
 def _client(a: Args, **changes: Any) -> HandshakeClient:
-    fields = {k: a[k] for k in ("cluster", "job", "restart", "source", "target", "purpose", "server_uid")}
-    return HandshakeClient(instance="attacker", **(fields | changes))
+    fields = {k: a[k] for k in ("cluster", "job", "restart", "source", "target", "purpose", "server_uid")} | changes
+    told = {"instance": "attacker"} | {k: fields.pop(k) for k in Caller._fields if k in fields}
+    return HandshakeClient(Caller(**told), **fields)
 
 
 def call(a: Args) -> Args:

@@ -5,21 +5,13 @@ import sys
 
 from gemini_hpc.config import load_site_settings
 from gemini_hpc.wire import controller
-from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
+from gemini_hpc.wire.handshake import Caller, HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
 settings, job = load_site_settings(), int(sys.argv[1])
 (host,) = settings.list_controller_hosts()
-client = HandshakeClient(
-    purpose=controller.HEALTH,
-    cluster=settings.cluster_name,
-    job=job,
-    restart=0,
-    source=sys.argv[2],
-    target=host,
-    instance=secrets.token_hex(8),
-    server_uid=settings.find_slurm_uid(),
-)
+caller, uid = Caller(settings.cluster_name, sys.argv[2], secrets.token_hex(8)), settings.find_slurm_uid()
+client = HandshakeClient(caller, purpose=controller.HEALTH, job=job, target=host, server_uid=uid)
 try:
     link = BlockingLink.connect(host, settings.controller_port, client)
     link.send(controller.RedNode(job, 0, controller.HealthVerdict.RED))

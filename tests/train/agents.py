@@ -9,12 +9,13 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zygote import Child
 
 from gemini_hpc.client.agent_connection import AgentLost, ask_once
 from gemini_hpc.wire import inspect_schema, local
-from gemini_hpc.wire.handshake import HandshakeClient
+from gemini_hpc.wire.handshake import Caller, HandshakeClient
 from gemini_hpc.wire.link import BlockingLink
 
 JOB, CLUSTER = 81, "cluster"
@@ -198,9 +199,10 @@ class RealJob:
 
     def call(self, node: RealNode, purpose: str, **changes: int | str) -> BlockingLink:
         """A connection to the agent's TCP port. Credentials are open in this process too: see `open_munge`."""
-        greeting = {"job": JOB, "restart": self.restart, "source": "n9", "target": node.name, "cluster": CLUSTER}
-        greeting |= {"instance": "i"} | changes
-        client = HandshakeClient(purpose=purpose, server_uid=os.geteuid(), **greeting)  # type: ignore[arg-type]
+        greeting: dict[str, Any] = {"job": JOB, "target": node.name} | changes
+        changed = {name: greeting.pop(name) for name in Caller._fields if name in greeting}
+        caller = Caller(CLUSTER, "n9", "i", self.restart)._replace(**changed)
+        client = HandshakeClient(caller, purpose=purpose, server_uid=os.geteuid(), **greeting)
         return BlockingLink.connect("127.0.0.1", node.port, client)
 
     def held(self, node: RealNode, rank: int) -> set[tuple[int, int]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from gemini_hpc.wire import munge
-from gemini_hpc.wire.handshake import HandshakeClient
+from gemini_hpc.wire.handshake import Caller, HandshakeClient
 
 ALICE, BOB, ROOT = 5001, 5002, 0
 
@@ -49,14 +50,6 @@ class FakeMunge:
 
 
 def client(**changes: object) -> HandshakeClient:
-    fields: dict[str, object] = {
-        "purpose": "link",
-        "cluster": "c",
-        "job": 7,
-        "restart": 1,
-        "source": "n1",
-        "target": "n2",
-        "instance": "i1",
-        "server_uid": ALICE,
-    }
-    return HandshakeClient(**(fields | changes))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"purpose": "link", "job": 7, "target": "n2", "server_uid": ALICE} | changes
+    changed = {name: fields.pop(name) for name in Caller._fields if name in fields}
+    return HandshakeClient(Caller("c", "n1", "i1", 1)._replace(**changed), **fields)

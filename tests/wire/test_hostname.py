@@ -31,7 +31,7 @@ DIAL = """
 import asyncio, socket
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.controller.probe import probe_port
-from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
+from gemini_hpc.wire.handshake import Caller, HandshakeClient, HandshakeError
 from gemini_hpc.wire.link import connect
 
 async def main():
@@ -43,8 +43,7 @@ async def main():
     server = await asyncio.start_server(served, "127.0.0.23")
     port = server.sockets[0].getsockname()[1]
     assert await probe_port("0123", port) is Port.ANSWERS
-    names = {"cluster": "c", "source": "a", "target": "0123", "instance": "x"}
-    client = HandshakeClient(purpose="peer", job=1, restart=0, server_uid=0, **names)
+    client = HandshakeClient(Caller("c", "a", "x"), purpose="peer", job=1, target="0123", server_uid=0)
     try:
         await connect("0123", port, client, 5.0)
     except (OSError, HandshakeError, TimeoutError):

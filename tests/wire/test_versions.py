@@ -10,7 +10,7 @@ import pytest
 from hello import build_hello
 
 from gemini_hpc.wire import handshake, local, munge, peer, protocol, version
-from gemini_hpc.wire.handshake import HandshakeClient, HandshakeError
+from gemini_hpc.wire.handshake import Caller, HandshakeClient, HandshakeError
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,7 @@ def open_munge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def caller() -> HandshakeClient:
-    return HandshakeClient(
-        purpose="link", cluster="c", job=1, restart=0, source="n1", target="n2", instance="i", server_uid=7
-    )
+    return HandshakeClient(Caller("c", "n1", "i"), purpose="link", job=1, target="n2", server_uid=7)
 
 
 def envelope(payload: msgspec.Struct) -> bytes:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from gemini_hpc.config import Settings
+from gemini_hpc.wire.handshake import Caller
 
 
 @dataclass
@@ -30,3 +31,7 @@ class AgentIdentity:
     address: str = ""
     interface: str = ""
     port: int = 0
+
+    def build_caller(self, restart: int, lost: tuple[str, ...] = ()) -> Caller:
+        """Return the agent as a caller of others, in an incarnation that continues without the lost nodes."""
+        return Caller(self.settings.cluster_name, self.node, self.instance, max(restart, 0), lost)

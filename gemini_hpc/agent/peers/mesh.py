@@ -111,17 +111,8 @@ class Mesh:
 
     def build_client(self, target: str, purpose: str) -> HandshakeClient:
         """Return the calling side of a handshake with a peer of this job."""
-        return HandshakeClient(
-            purpose=purpose,
-            cluster=self._settings.cluster_name,
-            job=self._identity.job,
-            restart=self.restart,
-            source=self.host,
-            target=target,
-            instance=self._identity.instance,
-            server_uid=self._identity.uid,
-            lost=self._lost,
-        )
+        identity, caller = self._identity, self._identity.build_caller(self.restart, self._lost)
+        return HandshakeClient(caller, purpose=purpose, job=identity.job, target=target, server_uid=identity.uid)
 
     async def _dial(self, name: str, timeout_s: float) -> Link:
         return await self.dial(name, "link", timeout_s)
