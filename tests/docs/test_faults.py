@@ -23,9 +23,8 @@ PROSE = (
     "Without MUNGE",
     "What is not defended",
 )
-# The commits that mended a defect; in brackets how it was found, if known (before it day and commit that brought it).
-FOUND = r"(?:shown by the )?(?:review|model|simulation|cluster|user).*"
-MENDED = re.compile(rf"`[^`]+`(?:, `[^`]+`)*(?: \((?:{FOUND}|\d{{1,2}}, `[^`]+`(?:, {FOUND})?)\))?\.")
+# The commits that fixed a defect, and in brackets the releases of Slurm that showed it.
+FIX = re.compile(r"`[^`]+`(?:, `[^`]+`)*(?: \(clusters? \(.+\)\))?\.")
 
 
 @cache
@@ -121,7 +120,7 @@ def test_every_entry_names_a_test_or_says_that_there_is_none() -> None:
 
 
 def test_an_entry_without_a_test_is_noticed() -> None:
-    page = "# Page\n\n- [A](#a)\n\n## A\n\n- **Fault**: a,\n  b. *Not tolerated*: x. *Test*: {}\n- **Next**{}\n"
+    page = "# Page\n\n- [A](#a)\n\n## A\n\n- **Fault**: a,\n  b. *Limit*: x. *Test*: {}\n- **Next**{}\n"
     good = " *Test*: `tests/sim/test_site.py::test_x`."
     assert len(entries(page.format(good.removeprefix(" *Test*: "), good))) == 2
     for first, second, wrong in (
@@ -151,8 +150,8 @@ def test_every_attack_names_a_test_that_is_there() -> None:
 
 def test_commits_look_like_hashes() -> None:
     for row in rows("docs/dev/robustness.md"):
-        assert MENDED.fullmatch(row["Mended by"]), row
-        assert all(HASH.fullmatch(commit) for commit in in_code(row["Mended by"])), row
+        assert FIX.fullmatch(row["Fix"]), row
+        assert all(HASH.fullmatch(commit) for commit in in_code(row["Fix"])), row
 
 
 def test_what_simulated_clusters_have_found_has_a_seed() -> None:
