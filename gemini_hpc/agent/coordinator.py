@@ -2,6 +2,14 @@
 
 Where memory may lack the newest versions, the coordinator searches elsewhere first: on nodes that the job has left,
 on the tier, and at the job's predecessor.
+
+The tier is read if memory cannot serve, or is older than the last seal or the last incarnation. It is also read after
+a rejection, and after a plan that was made without the tier (`doubt`). The first round of a job never reads it. Nor
+do later rounds of the first incarnation while no agent knows of a seal and none has been restarted.
+
+If the tier cannot be read, the plan says `unseen`: prologs end with a map, but no launch is served. Each launch
+begins another round. So does one that names the job's first tier. Ranks are told to ask again later. An agent with
+such a plan reports `doubt`, also in the next incarnation.
 """
 
 from __future__ import annotations

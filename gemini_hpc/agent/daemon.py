@@ -334,7 +334,8 @@ class Agent:
     def _stop_watching(self, now: float) -> None:
         """Stop watching peers some time after the job's end here, if none has been found dead.
 
-        No node was then lost before the script failed.
+        No node was then lost before the script failed. With a dead node, deaths are reported for longer
+        (`Retention.has_just_ended`).
         """
         incarnation = self.membership.incarnation
         if incarnation is None or incarnation.mesh.dead:

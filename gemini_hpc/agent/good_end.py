@@ -3,6 +3,8 @@
 A script may end well although a node was lost. The job may then come back, and needs the copies. A peer that is
 silent at the job's end may have left a moment ago. It may also be on a lost node, or cut off from here. The agent
 therefore looks again, for as long as a loss before the end may still be found.
+
+Once any node counts as dead, or the job is pending, the memory stays.
 """
 
 from __future__ import annotations

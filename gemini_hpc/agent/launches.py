@@ -1,4 +1,8 @@
-"""The attempt in which the ranks of a step should run, sent to launchers and along the tree (`core.attempts`)."""
+"""The attempt in which the ranks of a step should run, sent to launchers and along the tree (`core.attempts`).
+
+News goes to the parent and the children in the tree. Over a new link goes all that is known. A restarted agent learns
+everything from its launchers and neighbours; a new incarnation forgets it.
+"""
 
 from __future__ import annotations
 

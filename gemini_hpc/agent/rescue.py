@@ -10,6 +10,10 @@ home had not made one yet, the copy counts only if no other replica's copy contr
 The living ranks' own shards of that version may still be on their way, and are completed, too. So are the shards of
 which this node is the first living holder: a version counts only with all its shards. The step is not ended
 meanwhile, for at most `LIMIT_S`.
+
+The controller is told, and sets nothing DOWN meanwhile. This agent enters no other view. The next round finds the
+copies like any other. They stay until then, unless a newer version is sealed: the last votes of the dead may seal the
+version that was copied.
 """
 
 from __future__ import annotations

@@ -2,6 +2,14 @@
 
 Two decisions are made elsewhere: which nodes are dead (`peers.failure_detector`), and which version the new view
 resumes from (`peers.recovery_round`).
+
+A job leaves a drained or evacuated node at the next seal, and a sick node at once. With one replica it leaves none,
+because a sealed shard there has no other copy. Before that seal the root sends `HoldDown`, the way of decisions. A
+rank that sees the seal thus finds `held` on its control page, and neither makes another step nor repeats one. `held`
+is an epoch, because ranks of the next attempt have a later one.
+
+Each agent that changes its view begins the next attempt of all steps. Launchers start it when the view is live.
+An agent that learns of its own loss ends its ranks and holds its memory until the job ends.
 """
 
 from __future__ import annotations

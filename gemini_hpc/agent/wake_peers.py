@@ -5,6 +5,8 @@ start comes, but slurmd cleans its records at most every 2 s. On a node where an
 the prolog is skipped. The survivor's agent then never learns of the new incarnation. The replacement's agent, whose
 prolog has run, summons it. A detached agent accepts a summons only from its own job and uid, and only for a later
 incarnation.
+
+Meanwhile the file `waiting` makes the plugin of the survivor wait for the map (`slurm/await.c`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Hand-back of replica memory from a rank to the agent that replaces a dead one."""
+"""Hand-back of replica memory from a rank to the agent that replaces a dead one.
+
+The new agent has the state and the seals of the dead one, and no copies. The rank says hello to it with `rejoin`. If
+the agent is of another incarnation or epoch, the rank gives up protection and reports it.
+
+The rank hands back each slot that it has mapped, its own and others'. For slots that agents fill, stamp, length and
+digest come from the commit record. A record of another epoch counts only for the version resumed from. The agent
+checks kind and size of the memory, reads the digest, and treats every complete slot as voted for.
+"""
 
 from __future__ import annotations
 

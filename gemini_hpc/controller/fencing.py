@@ -4,6 +4,8 @@ The same function serves three cases: nodes that agents report, survivors that f
 half-done recoveries of a restarted controller. A report is a hint. Only facts from Slurm and from the controller's
 own probes lead to an action. Any doubt leads to no action. A kernel that answers in any way is not dead: a process
 accepts the connection, or no process does, or the kernel refuses it. Such a node is never set DOWN or drained.
+
+A suspect whose slurmd and agent answer is dismissed without witnesses, and counts as a witness again.
 """
 
 from __future__ import annotations

@@ -376,5 +376,10 @@ def _choose_pause_s(followed_s: float, answer_s: float) -> float:
 
 
 def is_given_up(job: Job, dead: Sequence[str]) -> bool:
-    """Return whether Slurm runs the job on without its dead nodes (--no-kill) and will not requeue it."""
+    """Return whether Slurm runs the job on without its dead nodes (--no-kill) and will not requeue it.
+
+    Seen on Slurm 22.05: with `--no-kill` for sbatch alone, a node that is set DOWN ends a running step at once, and
+    the job goes on. With it for srun, too, the step ends with its other tasks, with status 0, unless the node is dead
+    without being DOWN. If the batch script's node is lost, the job stays RUNNING without a script.
+    """
     return job.state == RUNNING and bool(job.nodes) and bool(dead) and not set(dead) & set(job.nodes)

@@ -6,6 +6,13 @@ therefore arrive in any order, twice, or late.
 
 Each attempt has one end: the end of the rank that failed first, by the strongest sign (`core.culprits`). The end may
 become known after the next attempt has begun, because a rank that failed as a consequence may be reported first.
+
+The launcher of a failed rank reports the end of attempt k and learns how attempt k - 1 ended. With the same key at
+both ends no attempt follows, and `gemini-hpc run` starts no other step. Otherwise attempt k + 1 begins, unless a rank
+has succeeded. If k is past, only its end may change, so ranks that fail of one cause begin one attempt. A rank that
+failed as a consequence waits a moment (`launch.launcher.TOLD_S`), so that the cause is reported first.
+
+The ranks' hello names the launch `STEP+k`. The agents therefore begin a recovery round for each attempt.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ rest. Clocks of several nodes cannot order these ends, but the sign of each end 
 had no part in the failure. An error of a collective is the consequence of a peer's end. A rank with any other end
 has failed by itself. If ranks of several nodes fail in the same way, the program is the cause and no node is.
 
+A rank notes an exception before any handler can wait. Its launcher therefore knows of the exception when it kills
+the rank.
+
 A node is sick if its ranks failed first twice, in a way that a healthy node would not show (see `Tally`).
 """
 

@@ -1,4 +1,9 @@
-"""Rules for `recovery_plan` that find the shards and the parity to rebuild. Pure."""
+"""Rules for `recovery_plan` that find the shards and the parity to rebuild. Pure.
+
+The home rebuilds a lost shard, and each node the parity that it lacks. The chosen version can then be sealed, and the
+next loss survived, before the first new version. A job of another size has other stripes. If their parity cannot be
+made, the chosen version counts as sealed, and the next version has parity again.
+"""
 
 from __future__ import annotations
 

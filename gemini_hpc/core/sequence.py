@@ -3,6 +3,18 @@
 A training is closed when all of its ranks have called `close()`. The next training of its name is a different one.
 It is the next of its step (one process trains fold after fold), or the first of the next step (a loop in the batch
 script). A step that is started again, by launcher, `gemini-hpc run` or requeue, has the places that it had.
+
+The process counts K, the training of a step: one more for each `close()` of that name. All ranks compare K when they
+join. If some have not closed, the next training runs unprotected from step 0, and a line names them.
+
+S, the step, comes from the plan of the round, which lists the closed trainings. Each entry has its restart and its
+*series*: the mark of `gemini-hpc run`, else job and step id without the launcher's attempt. The series is the same in
+each start of the step. A step that is started again thus keeps its S, also where nobody has reported the restart.
+After a requeue S begins anew: the first step gets its end and closes again, the second finds its place.
+
+A training may be started whose version is gone. With a tier the agents then begin another round, which reads it. If
+the tier has nothing, the launch ends. Its status is 0 if a later step has begun, and the training counts as closed
+again; otherwise the status is 1.
 """
 
 from __future__ import annotations

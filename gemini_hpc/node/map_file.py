@@ -1,6 +1,9 @@
 """The map file: an incarnation as the SPANK plugin and the batch script read it, all or nothing.
 
 See requirement all-or-nothing-map.
+
+The first line has the version of the format, the others are `key=value`. The plugin reads the file only if it is the
+job owner's and every line is in order. It skips unknown keys.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from both shares and a secret that the ends have in common (`credentials`). Each
 that key (`frames`). Credentials are made once a connection, never per frame. A replayed `ClientHello` is useless,
 because its sender cannot derive the session key from the answer. Both ends report the connection's endpoint
 (`endpoint`), so a listener elsewhere cannot relay the connection. The module holds pure functions and does no I/O.
+
+Where the endpoints differ, by a relay or by address translation, both ends refuse. The caller tries the next port.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A client sends one request and reads one reply, in order. File descriptors travel with the reply (or with `HandBack`)
 as SCM_RIGHTS. Packets hold at most `MAX_PACKET_BYTES`. The agent checks SO_PEERCRED: only the job's owner and root
 are accepted. `page` in `Welcome` is a read-only memory page that the agent writes (`ControlPage`).
+
+The socket is `run_dir/JOBID/agent.sock`. Any request may be answered by `Error`, and an unknown request always is.
+The connection goes on.
 """
 
 from __future__ import annotations

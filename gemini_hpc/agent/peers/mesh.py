@@ -354,7 +354,11 @@ class Mesh:
             self.send(asker, peer.ProbeAnswer(name, alive))
 
     def leave(self) -> None:
-        """Announce to all peers that this agent ends after the job's success. No host is missed from now on."""
+        """Announce to all peers that this agent ends after the job's success. No host is missed from now on.
+
+        A link that comes only then carries the message, too. The link to the controller ends in the same way. No
+        epilog waits for either.
+        """
         if self._parting:
             return
         self._parting = True

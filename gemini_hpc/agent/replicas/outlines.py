@@ -7,6 +7,9 @@ bit (`agent.rescue`).
 
 Holders also get the outline, long before their copy. Their home may die before the copy arrives, together with a
 group whose only remaining version is this one.
+
+Receivers without a copy are a few nodes, evenly around the ring (`core.placement.choose_others`). The outline goes
+with `step()`. The digest follows when the home's copy is complete.
 """
 
 from __future__ import annotations

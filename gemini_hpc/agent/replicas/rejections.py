@@ -4,6 +4,8 @@ A rejection covers the loaded version and all versions derived from it. The agen
 rejection to disk before it answers. Inventories carry the rejection to the root, and the plan carries it to every
 agent. The rejection therefore holds in later rounds and incarnations, as long as one agent lives. On the tier the
 version is marked (`tier.worker`).
+
+The root ignores copies and seals in the rejected range and reads the tier.
 """
 
 from __future__ import annotations

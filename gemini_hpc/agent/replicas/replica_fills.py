@@ -3,6 +3,9 @@
 The rank writes these bytes of a version into the slot from its own tensors. They then need not come over the network.
 The digest from the shard's home covers the whole slot. A copy filled here therefore counts only if it equals the
 home's copy bit for bit. All functions run on the event loop.
+
+A copy that differs after a fill is void. Its holder passes the version over, so that the root abandons it at once.
+The shard takes no more fills until it is registered anew.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ The first reachable host of the list leads:
 
 The rules contain no clock, no socket and no waiting. Each event comes with the time (monotonic) and with the agent's
 facts. The rules return the effects, in order. `salvage` carries them out.
+
+A failed try is repeated after growing gaps, and once more when memory is to be freed. An agent that has not heard the
+leader's `SalvageOver` for a while asks it again. A new round or incarnation ends the salvage.
 """
 
 from __future__ import annotations

@@ -6,6 +6,11 @@ newest version is saved at once.
 
 The rules contain no clock, no socket and no waiting. Each event comes with the time (monotonic) and with the agent's
 facts. The rules return the effects, in order. `saver` carries them out.
+
+Before the first save of a round, and after a failed save, the root removes what never became whole. The successor of
+a dead agent reports that it lacks the version, and a newer one is begun. An agent told of another version gives up
+its own. Shortly before Slurm ends the job, a version is saved whatever the interval. At an end without a missing node
+the last versions are saved: agents stay until `SaveOver`, for at most `tier_flush_s`.
 """
 
 from __future__ import annotations

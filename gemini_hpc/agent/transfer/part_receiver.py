@@ -4,6 +4,12 @@ Each shard has its own connection, as for a whole copy (`push_receiver`). The by
 with the other members' bytes. The receiver tells the sender that the rest of its shard is not wanted. A version
 counts when all members of the stripe are folded in, each as its home's agent has sent it. `PushDone.part` is the
 digest of the bytes that arrive. The digest of the whole shard is noted for an agent that reconstructs the shard.
+
+A version without new bytes gives way to a newer one after a moment (`_LATE_S`), or once the root has abandoned it.
+
+An agent that dies leaves no parity. Until the next version, its group survives the loss of that node only. The other
+members have sent their bytes and would wait for a seal. So the rank beside the parity reports that no version up to
+the next one will come (`wire.local.Register.passed`).
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ Each shard has a leading connection, and further ones beside it that carry bytes
 together. A push is trusted like a trainer. The other end of the connections must be the agent of the shard's home in
 this incarnation, epoch and round. The slot is assigned by the same rules (R1). The copy counts when its digest has
 been verified (R5). Any other message ends the connections.
+
+If a connection ends, or the bytes of a chunk do not come, the version's slot here becomes void. A newer connection
+for a shard first ends the older one. A new round ends all of them before its inventory. If too many pieces differ, or
+some still do, this agent ends the connections, and the home gives the version up.
 """
 
 from __future__ import annotations

@@ -6,6 +6,22 @@ the connections with the holder's agent (`stripes`). The other thread reads the 
 No bytes are copied or kept here: the kernel sends the slot's own pages. These pages do not change until the holder
 has verified the version, or the version is void. The digest sent to the holder is this agent's own, made while the
 bytes are sent.
+
+A version travels in these steps:
+
+1. The rank offers it when its slot has all its bytes, and this agent sends `PushHead`.
+2. Granted bytes go chunk by chunk. No chunk begins that would arrive after the grant's end. A collective that the
+   training launches before then ends the grant.
+3. Several chunks may be under way. The holder acknowledges them cumulatively.
+4. With the rank's `PushDone` all that is left goes at once, then the digests of the whole and of the pieces.
+5. The holder answers `PushVerified`, or asks once for the pieces that differ. Bytes that a rank there has filled, and
+   parity, are not asked for again.
+
+The own slot is complete with the rank's `Landed`, after the last holder's acknowledgement.
+
+A version is lost if the channel or a connection ends, or if an acknowledgement is late. Between chunks there is no
+limit: TCP probes, and the agents, notice a lost host. The next version dials anew, after a pause where the holder
+could not be reached.
 """
 
 from __future__ import annotations

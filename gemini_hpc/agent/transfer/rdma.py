@@ -8,6 +8,9 @@ A writer on another node is the danger: its bytes may come late (docs/dev/protoc
 - Each version has a queue pair of its own, named only on the authenticated connection of its push. Nothing listens.
 - Each slot has a protection domain of its own. Whatever key, address or length a peer uses, it reaches that slot.
 - The holder ends the queue pair before it hashes the slot, and before anybody else gets it (`Window.close`).
+
+The home tries a holder with random bytes before it relies on RDMA there. The simulation has devices whose bytes come
+late, torn and in any order; two of its controls leave out the flush, or all of this.
 """
 
 from __future__ import annotations
