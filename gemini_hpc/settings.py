@@ -32,7 +32,7 @@ class Settings:
 
     cluster_name: str = _declare(
         "cluster",
-        "Name of this cluster. It may differ from Slurm's. Agents and controllers of another name are refused.",
+        "Name of this cluster; Slurm's may differ. Agents and controllers of another name are refused.",
     )
     run_dir: str = _declare(
         "/run/gemini-hpc",
@@ -42,27 +42,25 @@ class Settings:
     state_dir: str = _declare("/var/lib/gemini-hpc", "Directory of the controller's journal, event logs and lock.")
     slurm_user: str = _declare(
         "slurm",
-        "SlurmUser. The controller runs as this user, which exists on all hosts.",
+        "SlurmUser, who runs the controller; one uid on all hosts.",
     )
     auth: str = _declare(
         "munge",
-        'Authentication between agents and controllers, the same on all hosts: `"munge"`, or `"key"` '
-        "([without MUNGE](#without-munge)).",
+        'Authentication between agents and controllers: `"munge"` or [`"key"`](#without-munge).',
     )
     controller_host: str = _declare(
         "",
-        "Hosts of the controller, as agents dial them: all slurmctld hosts, separated by commas. Empty: no "
-        "controller; only Slurm detects dead nodes.",
+        "Hosts of the controller, as agents dial them: all slurmctld hosts, separated by commas. Empty: "
+        "[none](#without-a-controller).",
     )
-    controller_port: int = _declare(7321, "TCP port of the controller.", 1, 65535)
+    controller_port: int = _declare(7321, "Its TCP port.", 1, 65535)
     slurmd_port: int = _declare(6818, "Port of slurmd if Slurm's node record names none.", 1, 65535)
-    agent_port_base: int = _declare(17000, "First TCP port of the agents.", 1, 65519)
-    agent_port_count: int = _declare(4096, "Number of [ports](#ports) from `agent_port_base` on.", 16, 65535)
+    agent_port_base: int = _declare(17000, "First TCP [port](#ports) of the agents.", 1, 65519)
+    agent_port_count: int = _declare(4096, "Number of these ports.", 16, 65535)
     interface: str = _declare(
         "",
-        "Network interface whose IPv4 address agents listen on. Empty, or an interface without an address: "
-        "all. If set, `report`, and `inspect` without a controller, find agents only at Slurm's address of "
-        "the node.",
+        "Network interface whose IPv4 address agents listen on. Empty, or without an address: all. If set, "
+        "`report`, and `inspect` without a controller, find agents only at Slurm's address of the node.",
     )
     peer_address: str = _declare(
         "{host}",
@@ -71,183 +69,172 @@ class Settings:
     )
     rdma: str | tuple[str, ...] = _declare(
         RDMA_OFF,
-        '[RDMA between agents](#rdma), never run on a device yet: `"off"`; `"auto"`: the first active port; '
-        'or devices in order, such as `["mlx5_0:1"]`. Where RDMA fails, agents use TCP.',
+        '[RDMA between agents](#rdma), never run on a device yet: `"off"`, `"auto"` (the first active port), '
+        'or devices in order, such as `["mlx5_0:1"]`.',
     )
     mode: str = _declare(
         ACT,
-        '`"act"`: the controller does [all of this](#what-the-controller-does-to-slurm-and-when) to Slurm. '
-        '`"canary"`: only for jobs in `canary_partitions`. `"observe"`: nothing; it [records and '
-        "scores](first_month.md) what it withholds. All modes keep copies.",
+        '`"act"`, `"canary"` or `"observe"`: where the controller [acts on Slurm](first_month.md).',
     )
     canary_partitions: tuple[str, ...] = _declare((), 'Partitions in which mode `"canary"` acts.')
-    heartbeat_s: float = _declare(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
+    heartbeat_s: float = _declare(0.5, "Interval of agents' heartbeats.", 0.01, 60)
     heartbeat_missed: int = _declare(3, "Missed heartbeats until a peer is suspected and probed.", 1, 1000)
     attach_timeout_s: float = _declare(
         10.0,
-        "Longest wait of the prolog until the agents of all nodes agree. After it the job starts unprotected.",
+        "Longest wait of the prolog until all agents agree. Then the job starts unprotected.",
         0.1,
         50,
     )
     self_fence_s: float = _declare(
         30.0,
         "Time without any peer *and* without the controller until an agent ends its ranks (SIGTERM, 2 s "
-        "later SIGKILL): the job may run elsewhere. First a last search for peers and a call to the "
-        "controller must fail. Never: with 0, in a job of one node, or at a site without a controller.",
+        "later SIGKILL): the job may run elsewhere. A last call to both must fail. Never in a job of one "
+        "node, or without a controller.",
         0,
         86400,
     )
     strict_prolog: bool = _declare(
         False,
-        "Fail the prolog if no agent can be started; Slurm then drains the node. The prolog does not fail if "
-        "an agent refuses, or if a user prevents the start (processes, ports, signals).",
+        "Fail the prolog if no agent can be started; Slurm then drains the node. It does not fail if an "
+        "agent refuses, or if a user prevents the start.",
     )
-    retention_s: float = _declare(900.0, "Time for which replicas stay after a job's end without success.", 0)
+    retention_s: float = _declare(900.0, "Life of copies after a job's end without success.", 0)
     held_retention_s: float = _declare(
         86400.0,
-        "Time for which replicas of a held or pending job stay. With a tier, or without a controller, "
-        "`retention_s` holds. [Memory pressure](#memory-and-retention) shortens it.",
+        "Life of copies of a held or pending job. With a tier, or without a controller, `retention_s` holds.",
         0,
     )
     memory_fraction: float = _declare(
         0.5,
-        "Share of a node's physical memory for the replicas of all jobs. Each job has [its share](#a-jobs-share).",
+        "Share of a node's physical memory for the copies of all jobs. Each job has [its share](#a-jobs-share).",
         0,
         1,
     )
     memory_cap_bytes: int = _declare(0, "Limit of this memory in bytes. 0: `memory_fraction`.", 0)
     agent_cgroup: str = _declare(
         "",
-        'Memory cgroup of the agents, from the top of the hierarchy, such as `"/gemini-hpc"`. Empty: '
-        '[chosen](#the-agents-cgroup). `"none"`: slurmd\'s.',
+        'Memory [cgroup of the agents](#the-agents-cgroup), such as `"/gemini-hpc"`. Empty: chosen. '
+        '`"none"`: slurmd\'s.',
     )
     memory_floor_bytes: int = _declare(
         256 << 20,
-        "Free memory that reservations leave. Below it, a detached agent releases all its memory.",
+        "Free memory that [copies leave](#memory-and-retention).",
         0,
     )
     agent_cores: float = _declare(
         0.0,
-        "Cores that one agent may use on average. Above, its training saves [fewer "
-        "versions](#the-agents-processors). 0: a sixteenth of the node's, 0.5 at least.",
+        "[Cores](#the-agents-processors) that one agent may use on average. 0: a sixteenth of the node's, "
+        "0.5 at least.",
         0,
         100000,
     )
-    agent_restarts: int = _declare(
-        5, "Restarts of a dead agent by its supervisor. A life of over a minute resets the count.", 0
-    )
+    agent_restarts: int = _declare(5, "Restarts of a dead agent. A life of over a minute resets the count.", 0)
     stalled_s: float = _declare(
         120.0,
-        "Time without a step after which `inspect` shows a training as "
-        "[stalled](training.md#when-something-fails), if far longer than usual. Nothing else follows.",
+        "Shortest time without a step until `inspect` shows a training as [stalled](reference.md#stalled).",
         1,
         86400,
     )
     hang_s: float = _declare(
         480.0,
-        "Time for which one rank keeps the others waiting until the training [hangs](training.md#hangs), if "
-        "far longer than usual. A launcher or `gemini-hpc run` then restarts the step. 0: never. For one "
-        "job: `--gemini-hang=SECONDS` or `off`.",
+        "Shortest time for which one rank keeps the others waiting until the training "
+        "[hangs](training.md#hangs). For one job: `--gemini-hang`.",
         0,
         604800,
     )
     fence_confirm_s: float = _declare(
         5.0,
-        "Silence of slurmd *and* agent under the controller's own probes until it acts. An accepted or "
-        "refused connection is an answer.",
+        "Silence of slurmd *and* agent until [the controller acts](#what-the-controller-does-to-slurm-and-when).",
         0,
     )
     slurm_settle_s: float = _declare(
         60.0,
-        "Time for which slurmctld must have been up, and have answered the controller, before any node is fenced.",
+        "Time for which slurmctld must have been up, and have answered, before any node is fenced.",
         0,
     )
     fence_budget_nodes: int = _declare(
-        2, "Nodes that may be fenced in one window; 1 % of the cluster if that is more. 0: none.", 0
+        2,
+        "Nodes that may be [fenced](#budget-and-vetoes) in one window; 1 % of the cluster if that is more. 0: none.",
+        0,
     )
     fence_budget_user_nodes: int = _declare(
-        2, "Of these, nodes of one user's jobs; half of the whole budget if that is more.", 0
+        2, "Of these, nodes of one user's jobs; half of the budget if that is more.", 0
     )
     fence_budget_window_s: float = _declare(600.0, "Length of that window.", 0)
     alert_program: str = _declare(
         "",
-        "Program that the controller runs for an [alert](#alerts). Empty: none.",
+        "Program that the controller runs for an [alert](#alerts).",
     )
     auto_resume_s: float = _declare(
         0.0,
-        "Time for which slurmd on a fenced and booted node must answer before the controller resumes the node "
-        "(60 is good). At most twice a day. 0: never.",
+        "Time for which slurmd on a fenced and booted node must answer until the controller resumes it (60 "
+        "is good), twice a day at most.",
         0,
     )
     recoveries_without_progress: int = _declare(
         5,
-        "Incarnations in a row that lost nodes and sealed no newer version, until their job is "
-        "[held](#what-the-controller-does-to-slurm-and-when). 0: never.",
+        "Lives in a row that lost nodes and sealed no newer version, until a job is "
+        "[held](#what-the-controller-does-to-slurm-and-when).",
         0,
         1000,
     )
-    reserve_candidates: int = _declare(2, "Nodes to reserve beside the survivors, beyond one for each dead node.", 0)
+    reserve_candidates: int = _declare(2, "Nodes to reserve beside the survivors and one for each dead node.", 0)
     tier: str = _declare(
         "",
         'Directory of the persistent tier for jobs that name none, such as `"/lustre/{user}/gemini"`. '
         "`{user}`, the job's owner, must own it. A missing one is made (0700) when a job begins, if its "
-        "parent exists and permits that. Empty: none.",
+        "parent exists and permits that.",
     )
-    tier_interval_s: float = _declare(
-        600.0, "Time between two saves to the tier, for jobs that name none.", 1, 604800
-    )
+    tier_interval_s: float = _declare(600.0, "Time between two saves, for jobs that name none.", 1, 604800)
     node_losses_per_day: float = _declare(
         0.0075,
-        "Losses of a node with its memory, per node and day, for `--gemini-tier-interval=auto`. The default is "
-        "half of GEMINI's 1.5 %; [find yours](dev/reproduction.md#how-often-nodes-fail).",
+        "Losses of a node with its memory, per node and day, for `--gemini-tier-interval=auto`: half of "
+        "GEMINI's rate. [Find yours](dev/reproduction.md#how-often-nodes-fail).",
         0,
         100,
     )
     tier_bytes_per_s: float = _declare(
         5e8,
-        "Highest rate at which a node writes to the tier (nice 19, idle I/O class). 0: unlimited. Writers "
-        "bypass the page cache if the file system can, but not with `tier_compress`.",
+        "Highest rate at which a node writes to the tier. 0: unlimited. Writers bypass the page cache if the "
+        "file system can, but not with `tier_compress`.",
         0,
         1000000000000.0,
     )
     tier_before_end_s: float = _declare(
         60.0,
         "Time before the time limit at which one more version is saved; twice the last save's duration if "
-        "that is longer. 0: none is saved.",
+        "that is longer.",
         0,
         86400,
     )
     tier_flush_s: float = _declare(
         120.0,
-        "Time to write a job's last version to the tier, after an end without success, before memory is "
-        "freed. 0: none.",
+        "Time to write a job's last version, after an end without success, before memory is freed.",
         0,
         86400,
     )
     tier_salvage_s: float = _declare(
         60.0,
-        "Time from a node's loss, without the job's return, until the other nodes save its newest version. "
-        "0: only before their memory is freed.",
+        "Time from a node's loss, without the job's return, until the others save its newest version. 0: "
+        "only before memory is freed.",
         0,
         86400,
     )
-    tier_keep_last: int = _declare(2, "Newest versions of a job to keep on the tier.", 1, 1000000)
-    tier_keep_every: int = _declare(0, "Keep every Nth saved version for good, too. 0: none.", 0)
+    tier_keep_last: int = _declare(2, "Newest versions of a job to keep.", 1, 1000000)
+    tier_keep_every: int = _declare(0, "Keep every Nth saved version for good, too.", 0)
     tier_compress: bool = _declare(False, "Deflate tensors on the tier. Trained weights hardly shrink.")
     operators: tuple[str, ...] = _declare(
         (),
-        "Users, and groups as `@group` (names or numbers), that may inspect every job, besides "
-        "[others](security.md#boundaries).",
+        "Users, and groups as `@group` (names or numbers), that may [inspect every job](security.md#boundaries).",
     )
     slurm_api: str = _declare(
         "auto",
-        '[How the controller asks Slurm](#how-slurm-is-asked) for jobs and nodes: `"commands"`, `"json"`, '
-        '`"pyslurm"`, or `"auto"`: pyslurm where it is installed and fits Slurm\'s release, else commands.',
+        '[How the controller asks Slurm](#how-slurm-is-asked): `"auto"`, `"commands"`, `"json"` or `"pyslurm"`.',
     )
     failure_domains: str = _declare(
         "",
-        "File of the nodes that [fail together](#failure-domains) and hold no copies for each other. Empty: "
-        'Slurm\'s `topology.conf`. `"none"`: no file.',
+        'File of the nodes that [fail together](#failure-domains). Empty: Slurm\'s `topology.conf`. `"none"`: '
+        "no file.",
     )
     health_check: str = _declare(
         "",
@@ -255,28 +242,27 @@ class Settings:
     )
     sick_nodes_per_day: int = _declare(
         2,
-        "Nodes that may be drained within a day after root's check found them red. 0: none.",
+        "Nodes that may be drained within a day after root's check found them red.",
         0,
     )
     lemon_days: float = _declare(
         30.0,
-        "Days for which fences and red checks of a node are [remembered](#what-is-remembered). 0: none.",
+        "Days for which fences and red checks of a node are [remembered](#what-is-remembered).",
         0,
         3650,
     )
     metrics_file: str = _declare(
         "",
-        "File (`*.prom`) for the [metrics](#metrics), for node_exporter's textfile collector. Empty: none.",
+        "File (`*.prom`) for the [metrics](#metrics), for node_exporter's textfile collector.",
     )
     metrics_listen: str = _declare(
         "",
         'Address and port that serve the metrics, such as `"127.0.0.1:9417"`. Anyone who connects sees job '
-        "numbers and user names. Empty: none.",
+        "numbers and user names.",
     )
     canary_program: str = _declare(
         "",
-        "Program (absolute path) with which [`doctor --canary`](#the-canary) stops and starts slurmd. Empty: no "
-        "canary.",
+        "Program (absolute path) with which [`doctor --canary`](#the-canary) stops and starts slurmd.",
     )
     accepted_warnings: tuple[str, ...] = _declare(
         (),
