@@ -195,8 +195,8 @@ class Settings:
     )
     tier_bytes_per_s: float = _declare(
         5e8,
-        "Highest rate at which a node writes to the tier. 0: unlimited. Writers bypass the page cache if the "
-        "file system can, but not with `tier_compress`.",
+        "Highest rate at which a node writes to the tier, at the lowest priority. 0: unlimited. Writers "
+        "bypass the page cache if the file system can, but not with `tier_compress`.",
         0,
         1000000000000.0,
     )
