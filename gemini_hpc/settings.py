@@ -39,7 +39,7 @@ class Settings:
         "Root's directory, with one for each job. Another one also needs `run_dir=DIR` behind the plugin in "
         "`plugstack.conf`.",
     )
-    state_dir: str = _declare("/var/lib/gemini-hpc", "Directory of the controller's journal, event logs and lock.")
+    state_dir: str = _declare("/var/lib/gemini-hpc", "[Directory](#files-sockets-and-logs) of the controller.")
     slurm_user: str = _declare(
         "slurm",
         "SlurmUser, who runs the controller; one uid on all hosts.",
@@ -106,7 +106,7 @@ class Settings:
     )
     memory_fraction: float = _declare(
         0.5,
-        "Share of a node's physical memory for the copies of all jobs. Each job has [its share](#a-jobs-share).",
+        "Share of a node's physical memory for the copies of [all jobs](#a-jobs-share).",
         0,
         1,
     )
@@ -238,7 +238,7 @@ class Settings:
     )
     health_check: str = _declare(
         "",
-        "[Program](#health-check) (absolute path) that tests a node's health. Empty: no node is ever drained.",
+        "[Program](#health-check) (absolute path) that tests a node's health. Empty: no drain.",
     )
     sick_nodes_per_day: int = _declare(
         2,
