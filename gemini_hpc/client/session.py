@@ -35,17 +35,21 @@ _LOST_S = 3.0
 
 
 class Ranks(Protocol):
-    """All ranks of the program, as torch.distributed or MPI provides them."""
+    """All ranks of the program, as torch.distributed or MPI provides them.
+
+    Attributes:
+        subject: "training" or "program", for sentences.
+    """
 
     rank: int
     world: int
+    subject: str
 
     def gather_data(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, by rank (collective)."""
 
-
-def _exit_process(status: int) -> NoReturn:
-    raise SystemExit(status)
+    def exit_process(self, status: int) -> NoReturn:
+        """End this process with a status, as all ranks do (collective)."""
 
 
 class RankSession:
@@ -56,9 +60,11 @@ class RankSession:
 
     Attributes:
         collectives: Returns, on any thread, what the program has launched since its last `step()`.
+        handing: Held while memory is handed back.
         keepers: Returns the holders of agent memory, which a new agent gets back while `handing` is held.
         on_lost: Called once with the reason when protection ends for good.
         on_rejoin: Called from the client's thread with an exchange function, after a new agent has its memory back.
+        write_line: Prints a line for the user.
     """
 
     def __init__(
@@ -69,12 +75,8 @@ class RankSession:
         *,
         seal_timeout_s: float,
         hold_s: float = 0.0,
-        subject: str = "training",
         local_rank: int = 0,
         imported_at: float | None = None,
-        say: Callable[[str], None] | None = None,
-        exit_process: Callable[[int], NoReturn] = _exit_process,
-        handing: AbstractContextManager[Any] | None = None,
         parity: bool = False,
     ) -> None:
         """Create a session; `join` connects it.
@@ -85,24 +87,20 @@ class RankSession:
             tier: The program's choice of a tier.
             seal_timeout_s: Longest wait for a seal, in seconds.
             hold_s: Longest wait for the end of a dead node's job, in seconds.
-            subject: "training" or "program", for sentences.
             local_rank: Number of this rank on its node.
             imported_at: Unix time at which the imports were done; None: not reported.
-            say: Prints a line for the user.
-            exit_process: Ends the process with a status.
-            handing: Held while memory is handed back.
             parity: This program supports parity in place of copies.
         """
         self.ranks, self.title, self.tier = ranks, name, tier
         self.name = name  # the agents' name, with the training's place among the job's trainings of that title
         self.rank, self.world = ranks.rank, ranks.world
         self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
-        self._subject, self._local_rank, self._imported_at = subject, local_rank, imported_at
-        self._print, self._exit_process = say or lines.write_line, exit_process
-        self._handing: AbstractContextManager[Any] = handing or nullcontext()
+        self._subject, self._local_rank, self._imported_at = ranks.subject, local_rank, imported_at
         self._parity = parity
         self._pid = os.getpid()
         self.path = os.environ.get(SOCKET_ENV, "")
+        self.write_line: Callable[[str], None] = lines.write_line
+        self.handing: AbstractContextManager[Any] = nullcontext()
         self.keepers: Callable[[], Iterable[ShardOwner[Any]]] = list
         self.on_lost: list[Callable[[str], None]] = []
         self.on_rejoin: list[Callable[[Exchange], None]] = []
@@ -132,7 +130,7 @@ class RankSession:
 
     def say(self, text: str) -> None:
         """Print a line for the user."""
-        self._print(text)
+        self.write_line(text)
 
     def say_once(self, text: str) -> None:
         """Print a line for the user once, on rank 0, for all ranks."""
@@ -223,7 +221,7 @@ class RankSession:
         )
         self.version = welcome.closed
         self.finish(success=welcome.passed)
-        self._exit_process(0 if welcome.passed else 1)
+        self.ranks.exit_process(0 if welcome.passed else 1)
 
     def report_others(self) -> None:
         """Report other trainings to resume from if this training has nothing.
@@ -410,7 +408,7 @@ class RankSession:
         self.say_once(f"{why}; ending with exit status {TRY_AGAIN_EXIT}: the next launch tries again")
         if self.client is not None:
             self.client.close()
-        self._exit_process(TRY_AGAIN_EXIT)
+        self.ranks.exit_process(TRY_AGAIN_EXIT)
 
     def end_unresumed_protection(self) -> None:
         """End protection at a first `step()` without `resume()`, on every rank alike, to keep the version."""
@@ -503,7 +501,7 @@ class RankSession:
             )
             return False
         chosen = (first.chosen_epoch, first.chosen_version)
-        with self._handing:
+        with self.handing:
             for keeper in self.keepers():
                 if keeper.shard is None:
                     continue

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any
 
 from gemini_hpc import clock, lines
 from gemini_hpc.client import joining
@@ -104,12 +104,9 @@ class Checkpointer:
             name,
             Tier.from_argument(tier),
             seal_timeout_s=seal_timeout_s,
-            subject="program",
             local_rank=parse_number(os.environ.get("SLURM_LOCALID", "")),
-            say=self._say,
-            exit_process=self._exit_together,
-            handing=self._lock,
         )
+        session.write_line, session.handing = self._say, self._lock
         self._calls = Calls(self._words, session)
         session.keepers = lambda: list(self._kept.values())
         session.on_lost.append(self._end_part)
@@ -119,11 +116,6 @@ class Checkpointer:
         if text not in self._said:
             self._said.add(text)
             lines.write_line(text)
-
-    def _exit_together(self, status: int) -> NoReturn:
-        lines.flush_streams()
-        self._comm.Barrier()
-        os._exit(status)
 
     def _end_part(self, reason: str) -> None:
         """Record why this rank's part has ended; all ranks learn it in the next step.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, NoReturn
+
+from gemini_hpc import lines
 
 
 class MpiRanks:
     """The ranks of an mpi4py communicator. All methods are collective and use no pickle."""
+
+    subject = "program"
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -23,6 +28,12 @@ class MpiRanks:
         gathered = bytearray(most * world)
         self._comm.Allgather(data.ljust(most, b"\x00"), gathered)
         return [bytes(gathered[i * most : i * most + size]) for i, size in enumerate(sizes)]
+
+    def exit_process(self, status: int) -> NoReturn:
+        """End this process with a status, once all ranks are about to."""
+        lines.flush_streams()
+        self._comm.Barrier()
+        os._exit(status)
 
     def find_first_text(self, text: str) -> str:
         """Return the text of the lowest rank that has a non-empty one, or ""."""

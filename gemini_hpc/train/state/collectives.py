@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,8 @@ class TorchRanks:
         members: Rank of each member in the world.
     """
 
+    subject = "training"
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank, self.world, self.members = 0, 1, [0]
@@ -99,3 +102,7 @@ class TorchRanks:
     def gather_data(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, by rank. The call is collective."""
         return gather_bytes(data, self.group)
+
+    def exit_process(self, status: int) -> NoReturn:
+        """End this process with a status."""
+        raise SystemExit(status)
