@@ -36,7 +36,7 @@ from gemini_hpc.node.job_directory import RUN_OPTIONS
 # seconds for which a power-off with reset leaves the link up for the dying connections' last packets
 RESET_S = 0.2
 _CREDENTIALS = struct.Struct("iII")
-_TMPFS: list[Mount] = [["tmpfs", "/tmp", 0o1777], ["tmpfs", "/dev/shm", 0o1777]]
+_SHARED_MEMORY: Mount = ["tmpfs", "/dev/shm", 0o1777]
 
 
 class Boot:
@@ -131,7 +131,8 @@ def boot_controller(layout: ClusterFiles, python: list[Mount]) -> tuple[Boot, Pr
             # first, because the environment may itself lie below /tmp
             *python,
             *etc,
-            *_TMPFS,
+            ["tmpfs", "/tmp", 0o1777],
+            _SHARED_MEMORY,
             ["tmpfs", "/run", 0o755],
             ["mkdir", "/run/lock", 0o1777],
             ["mkdir", "/run/munge", 0o755],
@@ -154,11 +155,11 @@ def boot_controller(layout: ClusterFiles, python: list[Mount]) -> tuple[Boot, Pr
 
 def _list_node_mounts(layout: ClusterFiles, profile: Profile, node: str) -> list[Mount]:
     mounts: list[Mount] = [
-        *_TMPFS,
+        ["bind", str(layout.locate_tmp(node)), "/tmp", False],
+        _SHARED_MEMORY,
         ["run", "/run/gemini-hpc", RUN_OPTIONS],  # as the prolog mounts it if it is not mounted
         ["tmpfs", "/run/gemini-hpc.unprotected", 0o755],
         ["tmpfs", "/run/gemini-hpc.agents", 0o700],
-        ["tmpfs", str(layout.spool), 0o755],
     ]
     if profile.munge_per_node:
         mounts.append(["tmpfs", "/run/munge", 0o755])
@@ -187,6 +188,8 @@ def boot_nodes(
     try:
         for node in nodes:
             layout.locate_boot_id(node).write_text(f"{uuid.uuid4()}\n")
+            layout.locate_tmp(node).mkdir(exist_ok=True)
+            layout.locate_tmp(node).chmod(0o1777)
             argv, env = enter.build_command(layout, outer.pid, [python, "-I", "-S", str(init), layout.name])
             mounts = _list_node_mounts(layout, profile, node)
             mounts += [

@@ -41,7 +41,7 @@ class ClusterFiles:
         settings: The directory of gemini.toml.
         log: The directory of the log files.
         home: The directory of the users' homes.
-        spool: The directory of slurmd's spool, a private tmpfs on each node whose content a power cut loses.
+        spool: The directory of slurmd's spools, one for each node. As on a disk, they outlive a power cut.
         state: The directory StateSaveLocation of slurmctld.
         controller: The state directory of the gemini controller service.
         controller_pid: The controller service's pid file.
@@ -83,6 +83,10 @@ class ClusterFiles:
     def locate_node_record(self, node: str) -> Path:
         """Return the path of a node's record."""
         return self.nodes / f"{node}.json"
+
+    def locate_tmp(self, node: str) -> Path:
+        """Return the path of a node's /tmp. As on a disk, it outlives a power cut."""
+        return self.nodes / f"{node}.tmp"
 
     def locate_boot_id(self, node: str) -> Path:
         """Return the path of a node's boot id."""

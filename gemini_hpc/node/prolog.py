@@ -38,6 +38,7 @@ from gemini_hpc.node import (
     share,
     spawn,
     stale_jobs,
+    step_leftovers,
 )
 from gemini_hpc.node.complaint import log_fault
 from gemini_hpc.node.meminfo import read_meminfo
@@ -256,6 +257,8 @@ def _protect_job(inc: JobRun, settings: Settings) -> int:
         log_fault(
             "prolog", inc.job, f"the job's directory has no file system of its own ({shared}): users can fill it"
         )
+    if inc.restart and (problem := step_leftovers.remove(inc.slurm_conf, inc.node, inc.job, inc.uid)):
+        log_fault("prolog", inc.job, f"steps with --mpi=pmix may fail on this node: {problem}")
     oom.raise_score()
     granted = _compute_share(inc, settings)
     _resize_cgroup(inc, settings.run_dir, granted)

@@ -27,13 +27,11 @@ def compute_share(slurm_conf: str, node: str, nodelist: str, cpus: str, gpus: st
     """
     if not cpus or not slurm_conf:
         return node_share.WHOLE
-    return node_share.compute_share(
-        node_share.parse_shape(_read_slurm_conf(slurm_conf), node), node, nodelist, cpus, gpus
-    )
+    return node_share.compute_share(node_share.parse_shape(read_conf(slurm_conf), node), node, nodelist, cpus, gpus)
 
 
-def _read_slurm_conf(path: str) -> str:
-    """Return the text of slurm.conf with included files in their places.
+def read_conf(path: str) -> str:
+    """Return the text of a file of Slurm with included files in their places.
 
     Raises:
         OSError: A file could not be read.
