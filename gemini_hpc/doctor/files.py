@@ -272,7 +272,7 @@ def check_domains(facts: HostFacts) -> Outcome:
     path = failure_domains.find_path(setting)
     if not path:
         return report_ok(f"no {' and no '.join(failure_domains.SLURMS)}: nodes side by side hold each other's copies")
-    wanted, fix = f"{path}, which says what fails together", 'see docs/admin.md, failure domains; or set it to "none"'
+    wanted, fix = f"{path}, which says what fails together", 'see docs/admin.md, Failure domains; or set it to "none"'
     try:
         found = failure_domains.read(setting)
         if not os.stat(path).st_mode & stat.S_IROTH:
@@ -288,8 +288,8 @@ def check_domains(facts: HostFacts) -> Outcome:
 
 
 FIX = (
-    "install again under umask 022 with an interpreter that everybody can reach, such as /usr/bin/python3 (README, "
-    "Installing on a cluster); or run chmod -R go+rX on the named paths, except root's home"
+    "install again under umask 022 with an interpreter that everybody can reach, such as /usr/bin/python3 "
+    "(docs/install.md, Steps); or run chmod -R go+rX on the named paths, except root's home"
 )
 
 

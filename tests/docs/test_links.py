@@ -96,6 +96,27 @@ def test_links() -> None:
     assert not bad
 
 
+def named_sections(text: str) -> list[tuple[str, str]]:
+    """The pages that a program names, each with the words after its comma, where a section may be named."""
+    joined = re.sub(r"\"\s*f?r?\"|\s+#?\s*", lambda gap: "" if gap[0].startswith('"') else " ", text)
+    page = r"(?:docs/[\w/]+|README|ARCHITECTURE|CONTRIBUTING|SECURITY)(?:\.md)?\b"
+    return re.findall(rf"({page})(?:, ([^.,;:)\"']*))?", joined)
+
+
+def test_pages_and_sections_that_the_program_names_are_there() -> None:
+    bad = []
+    for path in sorted(ROOT.glob("gemini_hpc/**/*.py")):
+        for page, words in named_sections(path.read_text()):
+            target = ROOT / (page if page.endswith(".md") else f"{page}.md")
+            if not target.exists():
+                bad.append(f"{path.name}: {page}")
+                continue
+            known = [anchor.replace("-", " ") for anchor in anchors(target.read_text())]
+            if words[:1].isupper() and not re.match(r"R\d", words) and words.lower() not in known:
+                bad.append(f"{path.name}: {page} has no section {words!r}")
+    assert not bad
+
+
 def test_modules_that_are_named_are_there() -> None:
     """But for the notes on how things came about."""
     places = (ROOT, ROOT / "gemini_hpc", ROOT / "tests")
