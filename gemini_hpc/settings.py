@@ -173,7 +173,7 @@ class Settings:
     )
     recoveries_without_progress: int = _declare(
         5,
-        "Lives in a row that lost nodes and sealed no newer version, until a job is "
+        "Incarnations in a row that lost nodes and sealed no newer version, until a job is "
         "[held](#what-the-controller-does-to-slurm-and-when).",
         0,
         1000,
