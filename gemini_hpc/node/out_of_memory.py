@@ -16,7 +16,7 @@ class OutOfMemory:
 
     Slurm removes a step's cgroup as soon as its last process is gone, often before a reader comes. The next
     readable count decides then. On v2, the nearest cgroup above also counts kills below it. On v1, the next is the
-    count of the whole node, which may belong to another job.
+    count of the whole node, which may belong to another job. The limit is that of the attempt's begin.
     """
 
     def __init__(self, pid: int | str = "self") -> None:
@@ -33,6 +33,7 @@ class OutOfMemory:
         """Begin an attempt: earlier kills do not count."""
         counts = ((path, _read_kills(path)) for path in self._paths)
         self._before = {path: count for path, count in counts if count is not None}
+        self._lowest = cgroup.find_lowest_limit(self._place) if self._place is not None else None
 
     def has_happened(self) -> bool:
         """Return whether a process was killed since `begin_attempt`."""
@@ -43,10 +44,9 @@ class OutOfMemory:
 
     def describe_kill(self) -> str:
         """Return the sentence for the user, with the lowest limit on the way up."""
-        lowest = cgroup.find_lowest_limit(self._place) if self._place is not None else None
-        return (
-            f"out of memory: the limit here is {_format_size(lowest[0])}" if lowest else "the node is out of memory"
-        )
+        if self._lowest is None:
+            return "the node is out of memory"
+        return f"out of memory: the limit here is {_format_size(self._lowest[0])}"
 
 
 def _read_kills(path: str) -> int | None:

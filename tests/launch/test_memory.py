@@ -130,9 +130,10 @@ def test_a_cgroup_that_slurm_has_removed(version: int, tmp_path: Path, monkeypat
     monkeypatch.setattr(
         cgroup, "find_place", lambda pid: Place(version, str(tmp_path), "/job_5/step_0/task_1", False)
     )
+    (job / "step_0" / memory_cgroup.name_limit_file(version)).write_text(f"{200 * MIB}\n")
     memory = OutOfMemory(77)
     shutil.rmtree(job / "step_0")
-    assert not memory.has_happened()
+    assert not memory.has_happened() and memory.describe_kill() == "out of memory: the limit here is 200 MiB"
     if version == 2:
         (job / name).write_text(text.format(3))
     machine.write_text("nr_free_pages 7\noom_kill 6\n")
