@@ -7,13 +7,12 @@ same rule first (`Gate.explain_refusal`), and record what they leave undone (`wi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.reservation import parse_raw_id
 from gemini_hpc.settings import ACT, OBSERVE
-from gemini_hpc.slurm import SlurmRefused, UnknownJob
-from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm import SlurmRefused
+from gemini_hpc.slurm.api import SlurmApi, find_job
 from gemini_hpc.slurm.facts import Job, Node, Reservation, SlurmConfig, WatchedJob
 
 
@@ -83,8 +82,7 @@ class GatedSlurm(SlurmApi):
         """Check an act on a reservation of ours, whose name has the job's number."""
         raw_id = parse_raw_id(name)
         if self._gate.mode != ACT and raw_id and raw_id not in self._of_job:
-            with suppress(UnknownJob):
-                await self.read_job(raw_id)
+            await find_job(self, raw_id)
         self._check(f"{act} of reservation {name}", self._gate.explain_refusal(self._of_job.get(raw_id, ())))
 
     # ---- queries ---------------------------------------------------------------------------------------

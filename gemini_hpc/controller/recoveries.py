@@ -19,7 +19,8 @@ from gemini_hpc.controller.journal import JournalRecord
 from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.recovery_context import RecoveryContext
 from gemini_hpc.controller.registry import Track
-from gemini_hpc.slurm import SlurmError, SlurmRefused, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm import SlurmError, SlurmRefused, SlurmUnreachable
+from gemini_hpc.slurm.api import find_job
 from gemini_hpc.slurm.facts import COMPLETED, CUT_SHORT, RUNNING, Job, Node
 from gemini_hpc.wire.controller import Report
 
@@ -213,10 +214,7 @@ class Recoveries(RecoveryContext):
         opened = records[0].data
         raw_id, restart = int(str(opened["job"])), int(str(opened["restart"]))
         names = {part: [str(n) for n in _to_list(opened.get(part))] for part in ("members", "dead", "survivors")}
-        try:
-            job: Job | None = await self.slurm.read_job(raw_id)
-        except UnknownJob:
-            job = None
+        job = await find_job(self.slurm, raw_id)
         if mode := self.gate.explain_job_refusal(job):
             raise WithheldError(f"the rest of the recovery is withheld: {mode}")
         reserved = _list_reserved(records)

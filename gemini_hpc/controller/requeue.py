@@ -18,8 +18,8 @@ from gemini_hpc.controller import tasks
 from gemini_hpc.controller.requeue_rules import is_held
 from gemini_hpc.controller.reservation import Held, Note, Say, describe_ms
 from gemini_hpc.controller.survivors import Survivors
-from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm import SlurmError, SlurmUnreachable
+from gemini_hpc.slurm.api import SlurmApi, find_job
 from gemini_hpc.slurm.facts import (
     COMPLETED,
     COMPLETING,
@@ -181,9 +181,7 @@ class Requeue:
                 await self.held.release_reservation()
 
     async def _step(self, began: float) -> str:
-        try:
-            job = await self.slurm.read_job(self.raw_id)
-        except UnknownJob:
+        if (job := await find_job(self.slurm, self.raw_id)) is None:
             return "gone"
         self.on_read(job)
         again = job.restarts > self.restart

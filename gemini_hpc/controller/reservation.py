@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from gemini_hpc import clock
 from gemini_hpc.controller.requeue_rules import find_candidates
 from gemini_hpc.core.numbers import parse_number
-from gemini_hpc.slurm import SlurmRefused, SlurmUnreachable, UnknownJob
-from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm import SlurmRefused, SlurmUnreachable
+from gemini_hpc.slurm.api import SlurmApi, find_job
 from gemini_hpc.slurm.facts import RUNNING, Job, Node, Reservation
 
 PREFIX = "gemini_"  # prefix of the names of our reservations
@@ -280,15 +280,9 @@ async def delete_leftovers(slurm: SlurmApi, kept: Sequence[str], may: Callable[[
         raw_id = parse_raw_id(reservation.name)
         if not raw_id or reservation.name in kept:
             continue
-        try:
-            job = await slurm.read_job(raw_id)
-        except UnknownJob:
-            if may(None):
-                await slurm.delete_reservation(reservation.name)
-                dropped.append(reservation.name)
-            continue
-        if may(job) and (job.state == RUNNING or job.has_ended):
-            if job.reservation == reservation.name and not job.has_ended:
+        job = await find_job(slurm, raw_id)
+        if may(job) and (job is None or job.state == RUNNING or job.has_ended):
+            if job is not None and job.reservation == reservation.name and not job.has_ended:
                 await slurm.detach_reservation(job)
             await slurm.delete_reservation(reservation.name)
             dropped.append(reservation.name)

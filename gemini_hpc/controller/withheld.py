@@ -16,8 +16,8 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.files import replace_file
-from gemini_hpc.slurm import SlurmError, UnknownJob
-from gemini_hpc.slurm.api import SlurmReading
+from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm.api import SlurmReading, find_job
 from gemini_hpc.slurm.facts import CANCELLED, COMPLETED, FAILED, NODE_FAIL, SLURMD_TIMEOUT_S, Job, Node
 
 log = logging.getLogger("gemini_hpc.controller")
@@ -194,7 +194,7 @@ class Withheld:
         if not (pending := [a for a in self.acts if a.verdict == OPEN]):
             return
         nodes = await slurm.read_nodes()  # all nodes are read: a query for a removed node is an error
-        jobs = {raw_id: await _find_job(slurm, raw_id) for raw_id in {a.job for a in pending}}
+        jobs = {raw_id: await find_job(slurm, raw_id) for raw_id in {a.job for a in pending}}
         for act in pending:
             verdict, evidence = judge_withheld(act, nodes.get(act.node), jobs[act.job], clock.time())
             if verdict == OPEN:
@@ -211,10 +211,3 @@ class Withheld:
             replace_file(self._path, msgspec.json.encode(self.acts))
         except OSError as exc:
             log.warning("event=withheld-not-kept path=%s %s", self._path, exc.strerror)
-
-
-async def _find_job(slurm: SlurmReading, raw_id: int) -> Job | None:
-    try:
-        return await slurm.read_job(raw_id)
-    except UnknownJob:
-        return None

@@ -22,7 +22,8 @@ from gemini_hpc.config import ConfigError, Settings, load_site_settings
 from gemini_hpc.controller.primary import is_here
 from gemini_hpc.doctor.finding import Unavailable, read_or
 from gemini_hpc.node import ledger
-from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable
+from gemini_hpc.slurm.api import find_job
 from gemini_hpc.slurm.facts import Job, Node, Reservation, WatchedJob
 
 CONTROLLER, NODE, LOGIN = "controller", "node", "login"
@@ -230,14 +231,7 @@ class HostFacts:
 
     def find_job(self, raw_id: int) -> Job | None:
         """Return one job, None if Slurm does not know it."""
-
-        async def ask(slurm: Slurm) -> Job | None:
-            try:
-                return await slurm.read_job(raw_id)
-            except UnknownJob:
-                return None
-
-        return self._remember(f"job {raw_id}", lambda: (self.ask_slurm(ask),))[0]
+        return self._remember(f"job {raw_id}", lambda: (self.ask_slurm(lambda slurm: find_job(slurm, raw_id)),))[0]
 
     # ---- this host -------------------------------------------------------------------------------------
 

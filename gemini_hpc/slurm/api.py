@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from gemini_hpc.slurm.errors import UnknownJob
 from gemini_hpc.slurm.facts import Job, Node, Reservation, SlurmConfig, WatchedJob
 
 
@@ -99,3 +100,11 @@ class SlurmApi(SlurmReading, Protocol):
 
     async def requeue_job(self, job: Job) -> None:
         """Requeue a running or ended job."""
+
+
+async def find_job(slurm: SlurmReading, raw_id: int) -> Job | None:
+    """Return one job by its raw id; None if Slurm does not know it."""
+    try:
+        return await slurm.read_job(raw_id)
+    except UnknownJob:
+        return None
