@@ -39,6 +39,7 @@ class Recoveries(RecoveryContext):
     def __post_init__(self) -> None:
         """Begin without any recovery; `resume_open` starts those that were left open."""
         super().__post_init__()
+        self._active: dict[tuple[int, int], Recovery] = {}
         self._cool: dict[tuple[int, int], tuple[float, float]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._later: set[tuple[int, int, int, str]] = set()

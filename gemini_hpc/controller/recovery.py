@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from gemini_hpc import clock
 from gemini_hpc.controller import give_back, probe
@@ -31,7 +31,7 @@ from gemini_hpc.controller.fencing import (
     compute_user_budget,
     judge_case,
 )
-from gemini_hpc.controller.recovery_context import RecoveryContext
+from gemini_hpc.controller.recovery_context import ActiveRecovery, RecoveryContext, Suspect
 from gemini_hpc.controller.registry import Track
 from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.requeue_rules import count_candidates
@@ -62,31 +62,6 @@ DEAD_BUT_NOT_OURS = (*BUDGETS, Veto.STRANGERS)
 
 
 @dataclass
-class Suspect:
-    """A node that is being judged."""
-
-    host: str
-    claim: Claim = Claim.REPORTED
-    since: float = field(default_factory=clock.monotonic)
-    reported_at: float = field(default_factory=clock.time)
-    seen: probe.ProbeHistory | None = None
-    node: Node | None = None  # as Slurm had it at the last judgement
-    left: Veto | None = None  # the last reported reason for leaving it to Slurm
-    is_down: bool = False  # the journal has recorded that it is being set DOWN
-    verdict: Verdict = field(default_factory=lambda: Verdict(Act.WAIT, "just reported"))
-
-    @property
-    def silent_s(self) -> float:
-        """Return for how many seconds the node has been silent."""
-        return self.seen.silent_s if self.seen else 0.0
-
-    def stop(self) -> None:
-        """Stop probing."""
-        if isinstance(self.seen, probe.RepeatedProbe):
-            self.seen.stop()
-
-
-@dataclass
 class SlurmFacts:
     """Slurm's facts at one moment. `job` is None if Slurm no longer knows the job."""
 
@@ -97,41 +72,21 @@ class SlurmFacts:
     slurm_up_s: float
 
 
-class Recovery:
+class Recovery(ActiveRecovery):
     """The recovery from the failure of one or more nodes in one incarnation."""
 
     def __init__(self, home: RecoveryContext, track: Track, restart: int) -> None:
+        super().__init__(track.user_id)
         self._home = home
         self._track = track
         self.restart = restart
-        self.suspects: dict[str, Suspect] = {}
-        self.survivors: Survivors | None = None
-        self.is_acting = False
         self._ahead: Requeue | None = None
         self._has_logged_rescue = False
-
-    def list_accused(self) -> set[str]:
-        """Return the suspects that are not cleared."""
-        return {h for h, s in self.suspects.items() if s.verdict.act is not Act.DISMISS}
-
-    def list_silent(self) -> set[str]:
-        """Return the suspects that are silent and that no journal counts as fenced.
-
-        A mass outage must show in this set until a node is really being set DOWN. A node that Slurm itself
-        considers DOWN counts until that is acted on.
-        """
-        adopted = {h for h, s in self.suspects.items() if self.is_acting and s.verdict.act is Act.ADOPT}
-        return {h for h, s in self.suspects.items() if s.silent_s > 0 and not s.is_down} - adopted
 
     @property
     def key(self) -> str:
         """Return the recovery's name in the journal."""
         return f"{self._track.raw_id}.{self.restart}"
-
-    @property
-    def user_id(self) -> int:
-        """Return the uid of the job's owner."""
-        return self._track.user_id
 
     def log_event(self, event: str, host: str = "", detail: str = "") -> None:
         """Write one line to the job's event log."""

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from gemini_hpc import clock
 from gemini_hpc.config import Settings
+from gemini_hpc.controller import probe
 from gemini_hpc.controller.alert import Alerts
 from gemini_hpc.controller.event_log import EventLogs
+from gemini_hpc.controller.fencing import Act, Claim, Verdict, Veto
 from gemini_hpc.controller.gate import Gate
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
@@ -24,7 +25,7 @@ from gemini_hpc.controller.reservation import RESERVED_MINUTES, parse_raw_id
 from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.controller.withheld import Withheld
 from gemini_hpc.slurm.api import SlurmApi
-from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, RUNNING
+from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Node
 from gemini_hpc.wire.inspect_schema import EventRecord
 
 log = logging.getLogger("gemini_hpc.controller")
@@ -32,28 +33,57 @@ log = logging.getLogger("gemini_hpc.controller")
 OUTAGE_S = 120.0  # a silent host counts for this long in a mass outage
 
 
-class ActiveRecovery(Protocol):
-    """The interface of a recovery in progress to all others."""
+@dataclass
+class Suspect:
+    """A node that is being judged."""
 
-    survivors: Survivors | None
-    is_acting: bool
+    host: str
+    claim: Claim = Claim.REPORTED
+    since: float = field(default_factory=clock.monotonic)
+    reported_at: float = field(default_factory=clock.time)
+    seen: probe.ProbeHistory | None = None
+    node: Node | None = None  # as Slurm had it at the last judgement
+    left: Veto | None = None  # the last reported reason for leaving it to Slurm
+    is_down: bool = False  # the journal has recorded that it is being set DOWN
+    verdict: Verdict = field(default_factory=lambda: Verdict(Act.WAIT, "just reported"))
 
     @property
-    def user_id(self) -> int:
-        """Return the uid of the job's owner."""
+    def silent_s(self) -> float:
+        """Return for how many seconds the node has been silent."""
+        return self.seen.silent_s if self.seen else 0.0
 
-    @property
-    def suspects(self) -> Mapping[str, object]:
-        """Return the reported hosts."""
+    def stop(self) -> None:
+        """Stop probing."""
+        if isinstance(self.seen, probe.RepeatedProbe):
+            self.seen.stop()
+
+
+@dataclass(eq=False)
+class ActiveRecovery:
+    """The state of a recovery in progress that all others see; `recovery.Recovery` adds the work.
+
+    Attributes:
+        user_id: The uid of the job's owner.
+        suspects: The reported hosts, and survivors that have fallen silent.
+    """
+
+    user_id: int
+    suspects: dict[str, Suspect] = field(default_factory=dict)
+    survivors: Survivors | None = None
+    is_acting: bool = False
 
     def list_accused(self) -> set[str]:
         """Return the suspects that are not cleared."""
+        return {h for h, s in self.suspects.items() if s.verdict.act is not Act.DISMISS}
 
     def list_silent(self) -> set[str]:
-        """Return the suspects that are silent and that no journal counts as fenced."""
+        """Return the suspects that are silent and that no journal counts as fenced.
 
-    def accept_report(self, host: str, witnesses: set[str]) -> None:
-        """Accept a report."""
+        A mass outage must show in this set until a node is really being set DOWN. A node that Slurm itself
+        considers DOWN counts until that is acted on.
+        """
+        adopted = {h for h, s in self.suspects.items() if self.is_acting and s.verdict.act is Act.ADOPT}
+        return {h for h, s in self.suspects.items() if s.silent_s > 0 and not s.is_down} - adopted
 
 
 @dataclass(eq=False)
@@ -82,7 +112,7 @@ class RecoveryContext:
         self.on_event: Callable[[int, int, str], None] = lambda raw_id, restart, event: None
         self.reserving = asyncio.Lock()
         self.longest_epilog_s = 0.0
-        self._active: dict[tuple[int, int], ActiveRecovery] = {}
+        self._active: Mapping[tuple[int, int], ActiveRecovery] = {}
         self._resuming = set(self.journal.read_open())
         self._outage: dict[tuple[int, str], float] = {}  # (owner of the job, host)
 
