@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from gemini_hpc import clock
@@ -78,28 +79,23 @@ class Recoveries(RecoveryContext):
         except SlurmUnreachable as exc:
             # No fault of ours: begun actions are finished or undone as soon as Slurm answers again.
             log.warning("recovery %s waits for Slurm: %s", recovery.key, exc)
-            if recovery.key in self.journal.read_open():
-                self._take_over(recovery.key)
+            self._take_over(recovery.key)
         except Exception as exc:
             if self._is_over:
                 raise asyncio.CancelledError from exc
             log.exception("event=task-died task=recovery %s", recovery.key)
             tasks.report_death(recovery.on_task_death, f"recovery: {type(exc).__name__}")
-            if recovery.key in self.journal.read_open():
-                self._take_over(recovery.key)
+            self._take_over(recovery.key)
         finally:
             self._remove_recovery(key)
 
     def _take_over(self, key: str) -> None:
-        if self._is_over:
+        if self._is_over or key not in self.journal.read_open():
             return
         self._resuming.add(key)
         raw_id, _, restart = key.partition(".")
-
-        def on_task_death(why: str) -> None:
-            self.log_event(int(raw_id), int(restart), "task_died", "", why)
-
-        self._start(f"recovery {key}", lambda: self._resume_until_done(key), on_task_death)
+        died = partial(self.log_event, int(raw_id), int(restart), "task_died", "")
+        self._start(f"recovery {key}", lambda: self._resume_until_done(key), died)
 
     def accept_report(self, track: Track, reporter: str, message: Report) -> None:
         """Accept a plausible report from an authenticated agent on `reporter`, a node of the job."""

@@ -35,7 +35,7 @@ from gemini_hpc.controller.recovery_context import ActiveRecovery, RecoveryConte
 from gemini_hpc.controller.registry import Track
 from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.requeue_rules import count_candidates
-from gemini_hpc.controller.reservation import Held
+from gemini_hpc.controller.reservation import Held, describe_ms
 from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.controller.withheld import FENCE, REQUEUE
 from gemini_hpc.core.rescue import LIMIT_S
@@ -264,7 +264,6 @@ class Recovery(ActiveRecovery):
             try:
                 if facts is None or clock.monotonic() - facts.read_at > refresh_s:
                     facts = await self._read()
-                    self._start_probes(facts)
                     self._ask_suspects()
                 self._start_probes(facts)
                 await self._probe_others(facts)
@@ -519,7 +518,7 @@ class Recovery(ActiveRecovery):
             self.log_event("refused", "", str(exc))
             return
         self.write_journal("requeue", "after")
-        self.log_event("sent_back", "", f"scontrol requeue [{(clock.monotonic() - began) * 1000:.0f} ms]")
+        self.log_event("sent_back", "", f"scontrol requeue {describe_ms(began)}")
 
     def build_requeue(self, job: Job, survivors: list[str], dead: list[str]) -> Requeue:
         """Return the helper that steers this job's requeue."""
@@ -600,7 +599,7 @@ class Recovery(ActiveRecovery):
         await self._home.slurm.set_node_down(host, reason)
         self.write_journal("down", "after", node=host)
         self._home.lemons.add_visit(host, "fenced", self._track.raw_id, "no answer from slurmd and agent")
-        self.log_event("down", host, f"[{(clock.monotonic() - began) * 1000:.0f} ms]")
+        self.log_event("down", host, describe_ms(began))
 
 
 def _compute_length_s(job: Job) -> float:

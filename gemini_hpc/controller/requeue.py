@@ -74,7 +74,6 @@ class Requeue:
     explain_hold: Callable[[], str] = lambda: ""  # why the job must be held instead of running again
     on_hold: Callable[[int], None] = lambda restart: None  # called when the job is held before this life
     length_s: float = math.inf  # the job's length, for reservations that begin meanwhile
-    _said: set[str] = field(default_factory=set)
     _kept: tuple[str, ...] = ()  # the survivors for which the reservation was made or adapted last
     _pinned: tuple[str, ...] | None = None
     _has_started: bool = False
@@ -86,11 +85,6 @@ class Requeue:
     _at_restart: int = 0
     _nudge_at: float = 0.0
     _completing_since: float | None = None
-
-    def _log_once(self, event: str, host: str = "", detail: str = "") -> None:
-        if event not in self._said:
-            self._said.add(event)
-            self.log_event(event, host, detail)
 
     async def reserve_nodes(self, job: Job, nodes: Mapping[str, Node], wanted: int, *, is_alone: bool = True) -> None:
         """Hold survivors and at most `wanted` candidates, and one more for each survivor that cannot be pinned.
@@ -161,7 +155,7 @@ class Requeue:
                     await asyncio.sleep(0.5)
                 except SlurmError as exc:
                     # A race (the job has moved on) or a refusal: read again, at a slower pace.
-                    self._log_once("refused", "", str(exc))
+                    self.held.log_once("refused", "", str(exc))
                     await asyncio.sleep(SLOW_POLL_S)
                 if not outcome:
                     now = clock.monotonic()
@@ -207,14 +201,14 @@ class Requeue:
                 self.log_event("goes_on", "", f"without {','.join(self.survivors.dead)}: the training had finished")
                 return "goes on"
             if self.may_go_on(job.nodes) and clock.monotonic() - began < GOES_ON_S:
-                self._log_once("spared", "", "waiting for the job's agents to go on with a spare")
+                self.held.log_once("spared", "", "waiting for the job's agents to go on with a spare")
                 return ""
             return await self._send_back(job, "--no-kill: Slurm lets the job run on without its lost node")
         if not again:
             # Not requeued yet: Slurm acts on DOWN at once; after a long wait, it never will.
             return "not requeued" if clock.monotonic() - began > REQUEUE_WAIT_S else ""
         if job.state == COMPLETING:
-            self._log_once("completing")
+            self.held.log_once("completing", "", "")
             await self._pin(job)
         elif job.state == PENDING:
             return await self._steer_pending(job)
@@ -223,9 +217,9 @@ class Requeue:
     async def _report_running(self, job: Job) -> str:
         if job.state == CONFIGURING:
             # The survey goes on: a node that dies during the start hangs the prolog until it is DOWN.
-            self._log_once("configuring", "", ",".join(job.nodes))
+            self.held.log_once("configuring", "", ",".join(job.nodes))
             return ""
-        self._log_once("running", "", f"restart {job.restarts} on {','.join(job.nodes)}")
+        self.held.log_once("running", "", f"restart {job.restarts} on {','.join(job.nodes)}")
         return "running"
 
     async def _send_back_if_cut_short(self, job: Job) -> str:
@@ -251,7 +245,7 @@ class Requeue:
         now = clock.monotonic()
         if self._pending_since is None:
             self._pending_since = now
-            self._log_once("requeued", "", f"PENDING {job.reason}".strip())
+            self.held.log_once("requeued", "", f"PENDING {job.reason}".strip())
         if not self._goes_ahead:
             if why := self.explain_hold():
                 return await self._hold_job(job, why)
@@ -280,7 +274,7 @@ class Requeue:
         await self.slurm.set_start_time(job, "now+2")
         self._has_started = True
         self._nudge_at = clock.time() + NUDGE_AFTER_S
-        self._log_once("start_set", "", describe_ms(began))
+        self.held.log_once("start_set", "", describe_ms(began))
 
     async def _hold_job(self, job: Job, why: str) -> str:
         self.write_journal("hold", "before")
@@ -346,7 +340,7 @@ class Requeue:
             except SlurmUnreachable:
                 pass
             except SlurmError as exc:
-                self._log_once("refused", "", str(exc))
+                self.held.log_once("refused", "", str(exc))
             await asyncio.sleep(max(SURVEY_S, len(self.survivors.names) / 500 - (clock.monotonic() - began)))
 
     async def _poll(self) -> None:
