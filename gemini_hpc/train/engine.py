@@ -272,26 +272,24 @@ class RunningEngine:
             usual=monitor.launched_before,
             collective=monitor.newest,
         )
-        planner: Callable[..., Planner] = partial(Planner, whole=engine.pushed, on_host=not on_device)
+        build_planner: Callable[..., Planner] = partial(Planner, whole=engine.pushed, on_host=not on_device)
         if over is not None:
-            planner = over.install_planner(monitor)
+            build_planner = over.install_planner(monitor)
+        reporter = StatsReporter(session.require_agent(), session.name, session.rank, self._build_profile_key())
+        kept = reporter.recall() if session.outgoing else None
+        copy_bytes, meter = self._compute_copy_bytes(), engine.pacer.meter
         words = None
         if engine.group is not None:
             words = AsyncCollectives(engine.group, monitor.track_round, monitor.has_caught_up)
         return IntervalController(
             session,
-            engine.traffic,
-            self._compute_copy_bytes(),
+            build_planner(engine.traffic, session.rank, session.outgoing, copy_bytes, meter, kept),
             words,
             monitor,
             engine.pacer,
-            StatsReporter(session.require_agent(), session.name, session.rank, self._build_profile_key()),
-            planner,
-            self.driver,
+            reporter,
             engine.planning.replanning,
-            lambda: self.replicator.copy_bytes,
-            transport="host" if engine.pushed else "gloo" if over is not None else "none",
-            find_costliest=partial(find_costliest, engine.stateful),
+            partial(find_costliest, engine.stateful),
         )
 
     def _build_profile_key(self) -> str:

@@ -17,8 +17,10 @@ from gemini_hpc.train.schedule import capture_cost
 from gemini_hpc.train.schedule.capture_cost import CaptureCost, find_costliest
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import IntervalController
+from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.overhead_monitor import subtract_capture
 from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.schedule.planner import Planner
 from gemini_hpc.train.schedule.traffic import Traffic
 
 from .fake_agent import FakeJob
@@ -128,13 +130,11 @@ class Paced:
         self.time, self.said, self.version = time, list[str](), 0
         self.controller = IntervalController(
             rank_session(self.said.append),
-            Traffic(**traffic),
-            0,
+            Planner(Traffic(**traffic), 0, (), 0, LinkMeter(), None),
             None,
             CollectiveMonitor(lambda ranks: True),
             Pacer(1 << 20, 4),
             SimpleNamespace(send_summary=lambda state, now: state()),  # type: ignore[arg-type]
-            transport="none",
             find_costliest=lambda seconds: "extra.replay",
         )
 

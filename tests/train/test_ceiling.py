@@ -14,7 +14,9 @@ from gemini_hpc.core.seal_latency import SealLatency
 from gemini_hpc.core.wait_budget import FIRST_S, MOST_SAVED_S, WaitBudget
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import Agreed, IntervalController
+from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.schedule.planner import Planner
 from gemini_hpc.train.schedule.traffic import Traffic
 
 from .rank_session import rank_session
@@ -65,13 +67,11 @@ class Training:
         self.controllers = [
             IntervalController(
                 rank_session(self.said.append, rank, seal=self._seal, cpu=cpu[rank]),
-                Traffic(**traffic),
-                0,
+                Planner(Traffic(**traffic), rank, (), 0, LinkMeter(), None),
                 rounds.of(rank) if len(self.sealed_s) > 1 else None,
                 CollectiveMonitor(lambda ranks: True),
                 Pacer(1 << 20, 4),
                 SimpleNamespace(send_summary=lambda state, now: state()),  # type: ignore[arg-type]
-                transport="none",
             )
             for rank in range(len(self.sealed_s))
         ]
@@ -313,13 +313,11 @@ class Sending:
         )
         self.controller = IntervalController(
             rank_session(lambda text: None, outgoing=[1], seal=lambda: self.sealed),
-            Traffic(),
-            1 << 20,
+            Planner(Traffic(), 0, [1], 1 << 20, self.pacer.meter, None),
             cast(Any, self._link),
             CollectiveMonitor(lambda ranks: True),
             self.pacer,
-            cast(Any, SimpleNamespace(send_summary=lambda state, now: state(), recall=lambda: None)),
-            transport="host",
+            cast(Any, SimpleNamespace(send_summary=lambda state, now: state())),
         )
 
     def _begin(self, words: Sequence[Any]) -> None:

@@ -55,14 +55,15 @@ class JointPlanner(Planner):
         watch: CollectiveMonitor,
     ) -> None:
         super().__init__(traffic, rank, targets, shard_bytes, meter, kept)
-        self._driver, self._watch = driver, watch
+        self.driver: Driver = driver
+        self._watch = watch
         self._profiles: tuple[Profile, ...] = ()
         self._terms: Terms | None = None
 
     @property
     def meter(self) -> LinkMeter:
         """Return the meter of the link that is planned for."""
-        return self._meter if self._driver.ended else self._driver.meter
+        return self._meter if self.driver.ended else self.driver.meter
 
     # ---- exchange between ranks ------------------------------------------------------------------------
 
@@ -79,12 +80,12 @@ class JointPlanner(Planner):
         return self._pack(standing, meter.B if meter.known else 0.0, meter.alpha, unfit)
 
     def _pack(self, standing: bytes, B: float, alpha: float, unfit: str = "") -> bytes:
-        return standing if self._driver.ended else msgspec.msgpack.encode(_Word(standing, B, alpha, unfit))
+        return standing if self.driver.ended else msgspec.msgpack.encode(_Word(standing, B, alpha, unfit))
 
     def remember(self, blobs: Sequence[bytes]) -> bool:
         """Take over the profiles of an earlier incarnation. Return whether they make one plan for all ranks."""
         words = [msgspec.msgpack.decode(blob, type=_Word) for blob in blobs]
-        other, self._meter = self._meter, self._driver.meter  # the remembered link values are NCCL's
+        other, self._meter = self._meter, self.driver.meter  # the remembered link values are NCCL's
         try:
             whole = super().remember([word.standing for word in words])
         finally:
@@ -99,7 +100,7 @@ class JointPlanner(Planner):
 
     def adopt_records(self, blobs: Sequence[bytes]) -> None:
         """Take over what all ranks have recorded, or end NCCL on all ranks if one program cannot serve them."""
-        if self._driver.ended:
+        if self.driver.ended:
             return super().adopt_records(blobs)
         words = [msgspec.msgpack.decode(blob, type=_Word) for blob in blobs]
         super().adopt_records([word.standing for word in words])
@@ -110,7 +111,7 @@ class JointPlanner(Planner):
             if not unfit:
                 self._set_terms(min(word.B for word in words), max(word.alpha for word in words))
         if unfit:
-            self._driver.end(unfit)
+            self.driver.end(unfit)
         return None
 
     def _adopt_profiles(self, profiles: Sequence[Profile]) -> None:
@@ -118,11 +119,11 @@ class JointPlanner(Planner):
         self._profiles = tuple(profiles)
 
     def _set_terms(self, B: float, alpha: float) -> None:
-        traffic = self._traffic
+        traffic = self.traffic
         R = traffic.device_chunk_bytes * traffic.buffers
         m = len(self._targets) + 1
         self._terms = (
-            Terms(self._profiles, self._driver.largest_bytes, m, R, traffic.buffers, B, alpha, traffic.mu)
+            Terms(self._profiles, self.driver.largest_bytes, m, R, traffic.buffers, B, alpha, traffic.mu)
             if B > 0
             else None
         )
@@ -132,7 +133,7 @@ class JointPlanner(Planner):
     def build_route(self, scheme: Scheme) -> Route | None:
         """Return the inputs of a plan; None without a profile or link values."""
         terms = self._terms
-        if self._driver.ended or scheme != "gemini":
+        if self.driver.ended or scheme != "gemini":
             return super().build_route(scheme)
         if terms is None or self.profile is None:
             return None
@@ -158,7 +159,7 @@ class JointPlanner(Planner):
 
     def build_cached_profile(self) -> CachedProfile | None:
         """Return what the next incarnation needs; None if the plan is unknown."""
-        if self._driver.ended:
+        if self.driver.ended:
             return super().build_cached_profile()
         if self.profile is None or self._terms is None:
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -80,7 +79,6 @@ class Replicator(TensorShardOwner):
         self._copied_s = 0.0  # duration of the last copy into the own slot
         self._refused: str | None = None  # why a holder does not take the version under way
         self._peer_lost = False  # the holder had begun to take it
-        self._sent: deque[int] = deque(maxlen=4)  # bytes, to one holder each
         self._base = 0  # the version that the slot being filled had before
         self._kept: tuple[Range, ...] = ()  # ranges of the slot unchanged since version _base
         self._replicas: Sequence[Replica] = ()
@@ -110,12 +108,6 @@ class Replicator(TensorShardOwner):
         for replica in self._replicas:
             replica.adopt_plan(self._own, 0)
         self._thread.start()
-
-    @property
-    def copy_bytes(self) -> tuple[int, int]:
-        """Return the least and the most bytes that a recent copy took on the network; (0, 0) if unknown."""
-        sent = list(self._sent)
-        return (min(sent), max(sent)) if len(sent) == self._sent.maxlen else (0, 0)
 
     @property
     def busy(self) -> bool:
@@ -386,7 +378,7 @@ class Replicator(TensorShardOwner):
 
     def _count_sent(self, sent: int) -> None:
         self.counters.sent_bytes += sent
-        self._sent.append(sent)
+        self._pacer.sent.append(sent)
 
     def _offer_to_holders(self, version: int, used: int) -> Sequence[tuple[int, int, Outbox]]:
         """Offer the version to every holder.

@@ -48,7 +48,6 @@ from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, Collec
 from gemini_hpc.train.schedule.capture_cost import CaptureCost
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
-from gemini_hpc.train.schedule.device_copies import DeviceCopies
 from gemini_hpc.train.schedule.overhead_monitor import (
     IN_A_ROW,
     OverheadMonitor,
@@ -60,7 +59,7 @@ from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
 from gemini_hpc.train.schedule.replanning import Replanning
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
-from gemini_hpc.train.schedule.traffic import Scheme, Traffic
+from gemini_hpc.train.schedule.traffic import Scheme
 from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.wire.traffic import TrafficState
 
@@ -112,47 +111,33 @@ class IntervalController:
     def __init__(
         self,
         session: RankSession,
-        traffic: Traffic,
-        shard_bytes: int,
+        planner: Planner,
         collectives: AsyncCollectives | None,
         monitor: CollectiveMonitor,
         pacer: Pacer,
         reporter: StatsReporter,
-        build_planner: Callable[..., Planner] = Planner,
-        driver: DeviceCopies | None = None,
         replanning: Replanning | None = None,
-        count_copy_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        *,
-        transport: str,
         find_costliest: Callable[[float], str] = lambda seconds: "",
     ) -> None:
-        """Create a controller, recall the profile of an earlier incarnation, and set the pacer.
+        """Create a controller, and set the pacer.
 
         Args:
             session: The rank's session with its agent.
-            traffic: The user's settings.
-            shard_bytes: Bytes of one copy.
+            planner: Planner of the rank's versions.
             collectives: Rounds with the other ranks; None where there is no other rank.
             monitor: Monitor of the training's collectives.
             pacer: Pacer of the sending thread.
             reporter: Reporter to the agent.
-            build_planner: Makes the planner.
-            driver: Copies over NCCL, together with a `build_planner` for them; None: over the host.
             replanning: Agreement on new plans; None where the state's distribution never changes.
-            count_copy_bytes: Returns the fewest and the most bytes that one of the last copies took on the network.
-            transport: Name of the carrier of the copies where `driver` does not carry them.
             find_costliest: Returns the object that takes most of a capture of that many seconds; "" if none does.
         """
-        self._traffic, self._rank, self._say, self._gate = traffic, session.rank, session.say, session.gate
+        self._planner, self._driver, self._traffic = planner, planner.driver, planner.traffic
+        self._rank, self._say, self._gate = session.rank, session.say, session.gate
         self._collectives, self._monitor, self._pacer = collectives, monitor, pacer
-        self._reporter, self._transport = reporter, transport
-        self._sends = bool(session.outgoing)
-        kept = reporter.recall() if self._sends else None
-        self._driver, self._replanning = driver, replanning
-        self._count_copy_bytes = count_copy_bytes
+        self._reporter, self._replanning = reporter, replanning
+        traffic, self._sends = planner.traffic, bool(session.outgoing)
         self._offer, self._room_bytes = b"", 0
         self._compared = 0  # rounds since the state was distributed
-        self._planner = build_planner(traffic, session.rank, session.outgoing, shard_bytes, pacer.meter, kept)
         self._scheme: Scheme = traffic.scheme
         self._wanted_scheme: Scheme = traffic.scheme
         self._stage: Stage = "recall"
@@ -517,14 +502,14 @@ class IntervalController:
         elif self._stage == "plan":
             collectives.start_gather_round(self._planner.encode_standing(collectives.over_at), BLOB_BYTES)
         elif self._stage == "agree":
-            self._planner.adjust_size(*self._count_copy_bytes())
+            self._planner.adjust_size(*self._pacer.copy_bytes)
             self._start_round(self._compute_wish(fresh=True))
         elif self._stage == "sizes":
             collectives.start_max_round([len(self._offer)])
         elif self._stage == "offers":
             collectives.start_gather_round(self._offer, self._room_bytes)
         else:
-            drifted = self._planner.has_drifted(self._route) or self._planner.adjust_size(*self._count_copy_bytes())
+            drifted = self._planner.has_drifted(self._route) or self._planner.adjust_size(*self._pacer.copy_bytes)
             allowed_s = self._traffic.overhead * self._agreed.j * self._pace.usual_s
             self._planner.lag_s = self._latency.measure_lag_s(allowed_s)
             wanted = self._compute_wish(fresh=drifted)
@@ -669,7 +654,9 @@ class IntervalController:
     @property
     def transport(self) -> str:
         """Return the name of the present carrier of the copies."""
-        return "nccl" if self._driver is not None and not self._driver.problem else self._transport
+        if self._driver is not None:
+            return "gloo" if self._driver.problem else "nccl"
+        return "host" if self._sends else "none"
 
     # ---- reports ---------------------------------------------------------------------------------------
 

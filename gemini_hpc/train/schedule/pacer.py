@@ -96,6 +96,7 @@ class Pacer:
         self.unscheduled = False  # all chunks go at once, beside the training's traffic
         self.meter = LinkMeter()
         self.journal: deque[Sent] = deque(maxlen=_JOURNAL)
+        self.sent: deque[int] = deque(maxlen=4)  # bytes that a copy took on the network, to one holder each
         self.copies: deque[tuple[float, float, int]] = deque(maxlen=_COPIES)  # (from, to, bytes) into the own slot
         self._progress_at = self._arrived_at = 0.0
         self._looked_at = -1.0
@@ -256,6 +257,12 @@ class Pacer:
             self._record(replica, flow)
         traffic = self.traffic
         self._beside = self.unscheduled or (traffic is not None and traffic.count_in_flight() > 0)
+
+    @property
+    def copy_bytes(self) -> tuple[int, int]:
+        """Return the least and the most bytes that a recent copy took on the network; (0, 0) if unknown."""
+        sent = list(self.sent)
+        return (min(sent), max(sent)) if len(sent) == self.sent.maxlen else (0, 0)
 
     def record_delivery(self, replica: int) -> None:
         """Record that all bytes of a version have arrived."""

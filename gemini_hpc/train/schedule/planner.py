@@ -13,6 +13,7 @@ from gemini_hpc.core.save_interval import Need, OverheadController, choose_frequ
 from gemini_hpc.core.schedule import compute_transfer_s
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.schedule.chunk_schedule import PAUSE_SHARES, Route, cut_beginnings, find_common_windows
+from gemini_hpc.train.schedule.device_copies import DeviceCopies
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.stats_reporter import CachedProfile
 from gemini_hpc.train.schedule.traffic import Scheme, Traffic
@@ -50,7 +51,14 @@ class _Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Planner:
-    """The planner of one rank's versions: profile, route, j and s."""
+    """The planner of one rank's versions: profile, route, j and s.
+
+    Attributes:
+        traffic: The user's settings.
+        driver: Copies over NCCL that follow the plans; None: over the host.
+    """
+
+    driver: DeviceCopies | None = None
 
     def __init__(
         self,
@@ -78,7 +86,7 @@ class Planner:
                 so as not to disturb it.
         """
         self._whole_chunks = whole
-        self._traffic, self._rank, self._targets, self._C = traffic, rank, tuple(targets), shard_bytes
+        self.traffic, self._rank, self._targets, self._C = traffic, rank, tuple(targets), shard_bytes
         self._meter, self._kept = meter, kept
         self._clean: dict[int, list[tuple[int, Trace]]] = {}
         self._others: list[tuple[Profile, float]] = []
@@ -223,8 +231,8 @@ class Planner:
 
         On a slow link chunks get smaller and buffers more numerous. Their memory, R, stays the same.
         """
-        p, B = self._traffic.buffers, self._meter.B
-        size = self._traffic.chunk_bytes or self._choose_chunk_bytes(B, p)
+        p, B = self.traffic.buffers, self._meter.B
+        size = self.traffic.chunk_bytes or self._choose_chunk_bytes(B, p)
         if self._whole_chunks:
             return size, p
         fine = 1
@@ -263,7 +271,7 @@ class Planner:
             p=p if scheme == "gemini" else 1,
             B=meter.B,
             alpha=meter.alpha,
-            mu=self._traffic.mu,
+            mu=self.traffic.mu,
         )
 
     def has_drifted(self, planned: Route | None) -> bool:
@@ -281,26 +289,20 @@ class Planner:
             self._choose_left_out()
         route, profile = self.build_route("gemini"), self.profile
         if route is None or profile is None:
-            return max(1, self._traffic.every), 1
+            return max(1, self.traffic.every), 1
         need = self._build_need(route, profile)
-        usual_s, ceiling = profile.iteration_s, self._traffic.overhead
+        usual_s, ceiling = profile.iteration_s, self.traffic.overhead
         self.seals_late = need(1) > max(0.0, _derive_need(route)(1))
         known = self.controller
         if known is not None and abs(known.iteration_s / usual_s - 1) > ceiling / 2:
             known = None  # the apparent overhead was the training's own change of pace
-        if (
-            known is not None
-            and j > 1
-            and not fresh
-            and not self._traffic.every
-            and not known.extra_s + known.fixed_s
-        ):
+        if known is not None and j > 1 and not fresh and not self.traffic.every and not known.extra_s + known.fixed_s:
             # the link may have been measured at a bad moment: with room to spare, save more often again
             roomy = choose_frequency(lambda s: need(s) + _ROOM * usual_s, usual_s, ceiling=ceiling, own_s=self.own_s)
             known = None if roomy.j < j else known
         if known is None:
             known = OverheadController(
-                need, usual_s, ceiling=ceiling, forced=self._traffic.every or None, own_s=self.own_s
+                need, usual_s, ceiling=ceiling, forced=self.traffic.every or None, own_s=self.own_s
             )
         elif fresh or self._is_dearer(known) or self._is_slower(known, need):
             known.replan(need, usual_s, self.own_s)
@@ -312,13 +314,13 @@ class Planner:
 
     def _is_dearer(self, known: OverheadController) -> bool:
         """Return whether the capture's cost differs so much from the planned cost that a new plan is needed."""
-        most_s = max(self.own_s, known.own_s, self._traffic.overhead * known.iteration_s)
+        most_s = max(self.own_s, known.own_s, self.traffic.overhead * known.iteration_s)
         return abs(self.own_s - known.own_s) > _COST_DRIFT * most_s
 
     def _is_slower(self, known: OverheadController, need: Callable[[int], float]) -> bool:
         """Return whether seals come so much later than planned that the ceiling is exceeded."""
         j, s = known.frequency.j, known.frequency.s
-        return need(s) - max(0.0, known.need(s)) > self._traffic.overhead * j * known.iteration_s
+        return need(s) - max(0.0, known.need(s)) > self.traffic.overhead * j * known.iteration_s
 
     def _build_need(self, route: Route, profile: Profile) -> Callable[[int], float]:
         """Return the function that gives the seconds by which a version is late when it may take s iterations.
@@ -346,7 +348,7 @@ class Planner:
         route, profile = self.build_route("gemini"), self.profile
         if route is None or profile is None:
             return
-        usual_s, ceiling, forced = profile.iteration_s, self._traffic.overhead, self._traffic.every or None
+        usual_s, ceiling, forced = profile.iteration_s, self.traffic.overhead, self.traffic.every or None
         most = choose_frequency(_derive_need(route), usual_s, ceiling=ceiling, forced=forced, own_s=self.own_s)
         if not most.within:
             return
