@@ -17,7 +17,7 @@ WAITING = "waiting"  # without a map, steps wait a moment: slurmd may have skipp
 
 
 def write(directory: str, fields: Mapping[str, object]) -> None:
-    """Put a file with these fields in place atomically."""
+    """Put a file with these fields in place atomically; `agent.recovery_member` has their names."""
     temporary = os.path.join(directory, f".{NAME}.{os.getpid()}")
     with open(temporary, "w", encoding="ascii") as f:
         f.write("GEMINI_MAP 1\n" + "".join(f"{key}={value}\n" for key, value in fields.items()))
