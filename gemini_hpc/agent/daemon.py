@@ -597,7 +597,7 @@ class Agent:
     def _keep_wanted(self) -> None:
         self.saver.keep_all()
 
-    def _on_sealed(self, training: Training, number: int, stamp: Stamp) -> None:
+    def _on_sealed(self, training: Training, stamp: Stamp) -> None:
         self._cpu.record_seal(training, stamp)
         if stamp.epoch == self.membership.epoch:
             self.membership.record_seal(training.name)

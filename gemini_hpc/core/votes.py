@@ -19,7 +19,7 @@ A `Root` serves one training in one epoch. Recovery starts a new root, and votes
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,7 +139,7 @@ def merge_votes(votes: Iterable[Vote]) -> Vote:
 
 
 class Root:
-    """The top of the tree, with the latest vote of each member of an agreed group.
+    """The top of the tree, with the latest vote of all agents, merged.
 
     A sealed stamp stays sealed, and an abandoned stamp is never sealed. A root need not outlive its agent. A new
     root that receives every member's vote again can only find the same. A voter keeps the copies that it voted for,
@@ -148,48 +148,32 @@ class Root:
     plan of the recovery gives).
     """
 
-    __slots__ = ("_facts", "_sealed", "_void", "_votes", "_why", "members")
+    __slots__ = ("_facts", "_sealed", "_void", "_vote", "_why")
 
-    def __init__(self, members: Iterable[Hashable], sealed: Stamp | None = None) -> None:
-        self.members = frozenset(members)
-        if not self.members:
-            raise ValueError("a vote needs at least one member")
-        self._votes: dict[Hashable, Vote] = {}
+    def __init__(self, sealed: Stamp | None = None) -> None:
+        self._vote = self._facts = SILENT
         self._sealed = sealed
-        self._facts = SILENT
         self._void: frozenset[Stamp] = _NONE  # stamps that the ranks do not mean alike
         self._why = ""
 
-    def record_vote(self, member: Hashable, vote: Vote, world: int = 0) -> None:
-        """Record a member's newer vote. `world` is the number of shards of the training.
-
-        Raises:
-            ValueError: The sender is not a member (R6).
-        """
-        if member not in self.members:
-            raise ValueError(f"a vote from {member!r}, who is not a member")
-        self._votes[member] = vote
-        self._facts = merge_votes((Vote(_NONE, _NONE, vote.floor, vote.kept), self._facts))
-        merged = self._merge_votes()
-        marks = (merged.marks or {}).items()
+    def record_vote(self, vote: Vote, world: int = 0) -> None:
+        """Record the newer vote of all agents. `world` is the number of shards of the training."""
+        self._vote, self._facts = vote, merge_votes((Vote(_NONE, _NONE, vote.floor, vote.kept), self._facts))
+        marks = (vote.marks or {}).items()
         self._void |= {stamp for stamp, mark in marks if mark.shards == world and not is_common(mark.total)}
-        for stamp in merged.complete - self._void:
+        for stamp in vote.complete - self._void:
             if self._facts.is_possible(stamp) and (self._sealed is None or stamp > self._sealed):
                 self._sealed, self._why = stamp, ""
         void = {stamp for stamp in self._void if self._sealed is None or stamp > self._sealed}
-        self._void = frozenset(stamp for stamp in void if stamp in merged.seen or stamp == min(void))
+        self._void = frozenset(stamp for stamp in void if stamp in vote.seen or stamp == min(void))
 
     def record_difference(self, why: str) -> None:
         """Record how the ranks differ at the stamp that the decision calls void."""
         self._why = why
 
-    def _merge_votes(self) -> Vote:
-        """Return the members' votes merged into one. Nothing is complete while a member is silent."""
-        return merge_votes(self._votes.get(member, SILENT) for member in self.members)
-
     def decide(self) -> Decision:
         """Return the decision so far."""
-        undecided = (stamp for stamp in self._merge_votes().seen if self._sealed is None or stamp > self._sealed)
+        undecided = (stamp for stamp in self._vote.seen if self._sealed is None or stamp > self._sealed)
         abandoned = frozenset(s for s in undecided if s in self._void or not self._facts.is_possible(s))
         return Decision(self._sealed, abandoned, min(self._void, default=None), self._why if self._void else "")
 

@@ -41,6 +41,7 @@ from gemini_hpc.core.placement import PlacementOrder
 from gemini_hpc.core.sequence import Closed, Closing, Series
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.standstill import HangStanding, Host
+from gemini_hpc.core.votes import Vote
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Reason, Rejection, Tier
 
@@ -396,12 +397,14 @@ class NeedRound(Message, frozen=True, tag="round?"):
 
 
 class VoteUp(Message, frozen=True, tag="vote"):
-    """The merged vote of a subtree for one training (up the tree; see core.seal).
+    """The merged vote of a subtree for one training (up the tree).
 
     Attributes:
         pairs: Number of the training's slot pairs in the subtree. The root seals nothing before every shard of the
             training (`world`) is held on all of its holders.
         degraded: An agent of the subtree misses one of its peers.
+        kinds: The pairs are RESUMED or REGISTERED (`agent.replicas.voting`). Both bits mean pairs of different nodes,
+            and prevent a seal.
         reports: Moments of the subtree's ranks at the version that the last decision calls void.
     """
 
@@ -411,7 +414,7 @@ class VoteUp(Message, frozen=True, tag="vote"):
     world: Count
     degraded: bool
     kinds: int
-    vote: msgspec.Raw
+    vote: Vote
     reports: tuple[MomentReport, ...] = ()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from gemini_hpc.agent.inspect_part import InspectView
 from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.voting import Voting
@@ -46,7 +47,7 @@ def state(training: Training) -> TrainingState:
 
 def sealed(training: Training, version: int) -> None:
     training.page.set_state(control_page.STATE_PROTECTED)
-    training.sealing = Voting(1, (), lambda _: None, lambda *_: None)
+    training.sealing = Voting("default", RecoveryRounds("n1", "", ("n1",), lambda tier: False), 1)
     training.sealing.decision = Decision(Stamp(1, version))
 
 

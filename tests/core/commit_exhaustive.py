@@ -357,9 +357,8 @@ def _sealed(ballots: tuple[Ballot, ...]) -> int:
 
 def _ask_root(ballots: tuple[Ballot, ...]) -> Decision:
     """Through the tree, with a root that has forgotten everything but the votes."""
-    root = Root(["root", "others"])
-    root.record_vote("root", _vote(ballots[0]))
-    root.record_vote("others", merge_votes(map(_vote, ballots[1:])))
+    root = Root()
+    root.record_vote(merge_votes(map(_vote, ballots)))
     return root.decide()
 
 

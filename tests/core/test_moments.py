@@ -78,14 +78,12 @@ def votes(version: int, *marks: int) -> list[Vote]:
 
 
 def test_a_version_that_ranks_do_not_mean_alike_is_void() -> None:
-    root, seven, eight = Root("ab"), Stamp(0, 7), Stamp(0, 8)
-    for member, vote in zip("ab", votes(7, 5, MODULUS - 4), strict=True):
-        root.record_vote(member, vote, 2)
+    root, seven, eight = Root(), Stamp(0, 7), Stamp(0, 8)
+    root.record_vote(merge_votes(votes(7, 5, MODULUS - 4)), 2)
     assert root.decide() == Decision(None, frozenset({seven}), seven)
     root.record_difference("they differ")
     assert root.decide().why == "they differ"
-    for member, vote in zip("ab", votes(8, 5, MODULUS - 5), strict=True):
-        root.record_vote(member, vote, 2)
+    root.record_vote(merge_votes(votes(8, 5, MODULUS - 5)), 2)
     assert root.decide() == Decision(eight), "ranks that agree again are protected again"
 
 
@@ -98,11 +96,9 @@ def test_each_shard_counts_once() -> None:
 
 def test_a_void_version_is_abandoned_before_its_copies_are_there() -> None:
     """Copies that are filled from other ranks' tensors cannot become complete: the tensors differ."""
-    root, seven = Root(["job"]), Stamp(0, 7)
+    root, seven = Root(), Stamp(0, 7)
     homes = [pair(7, 5), pair(7, 6)]
-    root.record_vote(
-        "job", build_vote([*homes, SlotPair([Slot("filling", seven), Slot()], high=seven)], own=homes), 2
-    )
+    root.record_vote(build_vote([*homes, SlotPair([Slot("filling", seven), Slot()], high=seven)], own=homes), 2)
     assert root.decide() == Decision(None, frozenset({seven}), seven)
 
 

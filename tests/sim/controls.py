@@ -16,13 +16,14 @@ from gemini_hpc.agent.coordinator import Coordinator
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.peers.round_events import Heard, Send
 from gemini_hpc.agent.replicas import trainings, voting
 from gemini_hpc.agent.replicas.outlines import KeptOutline, Outlines
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.trainings import Trainings
-from gemini_hpc.agent.replicas.voting import Voting, from_wire
+from gemini_hpc.agent.replicas.voting import Voting
 from gemini_hpc.agent.rescue import Rescue, RescueChannel
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.spares import Spares
@@ -36,7 +37,6 @@ from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.core.votes import Decision
 from gemini_hpc.format.commit_record import Committed
-from gemini_hpc.wire import peer
 from gemini_hpc.wire.link import Link
 from gemini_hpc.wire.message import Message
 
@@ -99,16 +99,16 @@ def votes_not_kept() -> None:
 def sealed_by_some() -> None:
     """R2, R3: the root seals though shards, or holders, are missing."""
 
-    def tell(self: Any) -> None:
+    def tell(self: Any) -> Any:
         self.voted |= self._own.vote.complete
         ballot = self._merge_ballots()
         if self._root is None:
-            if ballot != self._sent and self._send_up is not None:
+            if ballot != self._sent:
                 self._sent = ballot
-                self._send_up(ballot)
+                yield Send(self._parent, ballot)
             return
-        self._root.record_vote("job", ballot.vote)
-        self.on_decision(self._root.decide(), ballot.degraded)
+        self._root.record_vote(ballot.vote)
+        yield from self._on_decision(self._root.decide(), ballot.degraded)
 
     patch(Voting, "_send_vote", tell)
 
@@ -200,11 +200,8 @@ def no_freeze() -> None:
 
     def heard(self: Any, incarnation: Any, host: str, message: Any) -> None:
         if self.may_have(message.training) and (seal := self.get_or_create(message.training).sealing) is not None:
-            if isinstance(message, peer.VoteUp):
-                seal.on_vote(host, from_wire(message))
-            elif host == incarnation.rounds.parent:
-                sealed = None if message.sealed is None else Stamp(*message.sealed)
-                seal.on_decision(Decision(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+            seal.round = incarnation.rounds.round
+            self._step(self.get_or_create(message.training), Heard(host, message))
 
     patch(trainings.Trainings, "freeze", lambda self: None)
     patch(trainings.Trainings, "on_message", heard)

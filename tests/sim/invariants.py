@@ -21,7 +21,7 @@ from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.training import Training
-from gemini_hpc.agent.replicas.voting import SubtreeVote, Voting
+from gemini_hpc.agent.replicas.voting import Effect, Event, Recount, Voting
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.votes import FANOUT, Decision, Vote, list_children
 from gemini_hpc.format.commit_record import Committed
@@ -300,37 +300,35 @@ def _slots(truth: Truth) -> None:
 
 
 def _seals(truth: Truth) -> None:
-    def tell(was: Any, self: Voting) -> None:
+    def tell(was: Any, self: Voting) -> Iterator[Effect]:
         root = self._root
         before = root.decide().sealed if root is not None else None
-        was(self)
+        yield from was(self)
         if root is not None:
             word = root.decide()
             truth.word(word)
             if word.sealed is not None and word.sealed != before:
                 truth.seals(self, word.sealed)
 
-    def heard(was: Any, self: Voting, child: str, ballot: SubtreeVote) -> None:
-        truth.heard[id(self), child] = ballot.vote.complete
-        was(self, child, ballot)
+    def step(was: Any, self: Voting, event: Event) -> Iterator[Effect]:
+        match event:
+            case events.Heard(child, peer.VoteUp() as ballot):
+                truth.heard[id(self), child] = ballot.vote.complete
+            case Recount(pairs) if (found := truth.owner(self)) is not None:
+                truth.votes(found[0], pairs)
+        yield from was(self, event)
+        if isinstance(event, Recount):
+            truth.point("voted", _host())
 
-    def recount(was: Any, self: Voting, pairs: list[SlotPair], *more: Any) -> None:
-        found = truth.owner(self)
-        if found is not None:
-            truth.votes(found[0], pairs)
-        was(self, pairs, *more)
-        truth.point("voted", _host())
-
-    def hear(was: Any, self: Voting, word: Decision, degraded: bool) -> None:
+    def hear(was: Any, self: Voting, word: Decision, degraded: bool) -> Iterator[Effect]:
         before = self.decision.sealed
-        was(self, word, degraded)
+        yield from was(self, word, degraded)
         if self.decision.sealed != before:
             truth.point("word", _host())
 
+    _around(Voting, "step", step)
     _around(Voting, "_send_vote", tell)
-    _around(Voting, "recount", recount)
-    _around(Voting, "on_decision", hear)
-    _around(Voting, "on_vote", heard)
+    _around(Voting, "_on_decision", hear)
 
 
 def _rounds(truth: Truth) -> None:

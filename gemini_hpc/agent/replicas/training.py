@@ -36,7 +36,6 @@ class Training:
         self.sources = {copy.rank: hosts for copy, hosts in plan.copies}
         self.chosen_copies = {copy.rank: copy for copy, _ in plan.copies}
         self.settled = plan.sealed
-        self.noted: Stamp | None = None  # seal noted for a successor of this agent
         self.sealing: Voting | None = None
         self.begun = 0  # the newest version that a rank of this launch has begun to save here
         self.note = ""

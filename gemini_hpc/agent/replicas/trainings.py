@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.round_events import Heard, Linked, Send
+from gemini_hpc.agent.replicas import voting
 from gemini_hpc.agent.replicas.seal_notes import SealNotes, Within
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
-from gemini_hpc.agent.replicas.voting import REGISTERED, RESUMED, Voting, from_wire, to_wire
+from gemini_hpc.agent.replicas.voting import REGISTERED, RESUMED, Voting
 from gemini_hpc.core.numbers import TRAINING_NAME
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import Decision
@@ -27,7 +29,7 @@ class Trainings:
         context: AgentContext,
         store: Store,
         notes: SealNotes,
-        on_sealed: Callable[[Training, int, Stamp], None],
+        on_sealed: Callable[[Training, Stamp], None],
     ) -> None:
         """Create the empty collection.
 
@@ -35,7 +37,7 @@ class Trainings:
             context: The agent's context.
             store: Shards of this node.
             notes: File of the last seals, for a successor of this agent.
-            on_sealed: Called with the training, the round and the stamp of each version that is sealed.
+            on_sealed: Called with the training and the stamp of each version that is sealed.
         """
         self._node, self._membership, self._log = context.node, context.membership, context.log
         self._store, self._notes, self._on_sealed = store, notes, on_sealed
@@ -129,15 +131,27 @@ class Trainings:
     # ---- seals -----------------------------------------------------------------------------------------
 
     def _open_voting(self, incarnation: Incarnation, training: Training) -> None:
-        rounds = incarnation.rounds
-        number, name, above = rounds.round, training.name, rounds.parent
-        training.sealing = Voting(
-            self._membership.redundancy.pairs,
-            rounds.children,
-            None if above is None else lambda ballot: self._membership.send(above, to_wire(number, name, ballot)),
-            lambda word, degraded: self._spread_decision(training, number, word, degraded),
-            training.settled,
-        )
+        pairs = self._membership.redundancy.pairs
+        training.sealing = Voting(training.name, incarnation.rounds, pairs, training.settled)
+
+    def _step(self, training: Training, event: voting.Event) -> None:
+        """Carry out the effects of an event on the votes. Votes of an earlier round lead to no decision."""
+        incarnation, sealing = self._membership.incarnation, training.sealing
+        if incarnation is None or sealing is None:
+            return
+        for effect in sealing.step(event):
+            match effect:
+                case Send(host, peer.VoteUp() as ballot):
+                    incarnation.send(host, ballot)
+                case _ if sealing.round != incarnation.rounds.round:
+                    pass
+                case Send(host, message):
+                    incarnation.send(host, message)
+                case voting.StoreSeal(sealed):
+                    within = Within(incarnation.restart, sealing.round, self._membership.epoch)
+                    self._notes.note(training.name, within, sealed)
+                case voting.ShowDecision(word):
+                    self._show_decision(training, word)
 
     def recount(self, name: str) -> None:
         """Vote anew after a change in this training's slots, at most once per turn of the event loop."""
@@ -162,18 +176,9 @@ class Trainings:
         homes = {
             s.rank: s.pair for s in present if s.home == own_noderank and s.parity is None and kind == REGISTERED
         }
-        training.sealing.recount([s.pair for s in present], world, kind, homes)
+        self._step(training, voting.Recount([s.pair for s in present], world, kind, homes))
 
-    def _spread_decision(self, training: Training, number: int, word: Decision, degraded: bool) -> None:
-        incarnation = self._membership.incarnation
-        if incarnation is None or number != incarnation.rounds.round:
-            return
-        if word.sealed is not None and word.sealed != training.noted:
-            # before any peer learns of the seal and frees older versions
-            within = Within(incarnation.restart, number, self._membership.epoch)
-            self._notes.note(training.name, within, word.sealed)
-            training.noted = word.sealed
-        incarnation.send_down(_build_decision(number, training.name, word, degraded))
+    def _show_decision(self, training: Training, word: Decision) -> None:
         self._show_state(training)
         if word.abandoned:
             training.page.set_abandoned(*max(word.abandoned))
@@ -182,9 +187,9 @@ class Trainings:
         if word.sealed is not None:
             training.page.set_sealed(*word.sealed)
             if word.sealed.epoch == self._membership.epoch:
-                self._store.drop_stale(training.name, number, training.world, word.sealed)
+                self._store.drop_stale(training.name, self._membership.round, training.world, word.sealed)
                 self.drop_load_copies(training)
-            self._on_sealed(training, number, word.sealed)
+            self._on_sealed(training, word.sealed)
 
     def _report_void(self, training: Training, void: Stamp, why: str) -> None:
         """Log and complain, once, that a version is void because its ranks disagree on its moment."""
@@ -200,30 +205,15 @@ class Trainings:
         """Resend votes or decisions over a new link, because the peer may have missed them."""
         rounds = incarnation.rounds
         for training in self:
-            sealing = training.sealing
-            if sealing is None:
-                continue
             if host == rounds.parent:
-                sealing.repeat()
-            elif host in rounds.children:
-                incarnation.send(
-                    host, _build_decision(rounds.round, training.name, sealing.decision, sealing.degraded)
-                )
+                self._step(training, Linked(host))
+            elif host in rounds.children and training.sealing is not None:
+                incarnation.send(host, training.sealing.build_decision(rounds.round))
 
     def on_message(self, incarnation: Incarnation, host: str, message: peer.VoteUp | peer.DecisionDown) -> None:
         """Handle a child's vote or the parent's decision."""
-        rounds = incarnation.rounds
-        if message.round != rounds.round or not incarnation.live or not self.may_have(message.training):
-            return
-        sealing = self.get_or_create(message.training).sealing
-        if sealing is None:
-            return
-        if isinstance(message, peer.VoteUp):
-            sealing.on_vote(host, from_wire(message))
-        elif host == rounds.parent:
-            sealed = message.sealed
-            word = Decision(sealed, frozenset(message.abandoned), message.void, message.why)
-            sealing.on_decision(word, message.degraded)
+        if message.round == incarnation.rounds.round and incarnation.live and self.may_have(message.training):
+            self._step(self.get_or_create(message.training), Heard(host, message))
 
     # ---- control pages ---------------------------------------------------------------------------------
 
@@ -234,7 +224,7 @@ class Trainings:
         self.show_dead()
         for training in self:
             if training.sealing is not None and not self._membership.detached:
-                training.sealing.record_missing(missing)
+                self._step(training, voting.Missing(missing))
                 self._show_state(training)
 
     def show_dead(self) -> None:
@@ -266,9 +256,3 @@ class Trainings:
             state = control_page.STATE_ARMING if sealing.decision.sealed is None else control_page.STATE_PROTECTED
         if training.page.state != state:
             training.page.set_state(state)
-
-
-def _build_decision(number: int, training_name: str, word: Decision, degraded: bool) -> peer.DecisionDown:
-    sealed = word.sealed
-    abandoned = tuple(sorted(word.abandoned))
-    return peer.DecisionDown(number, training_name, sealed, abandoned, degraded, word.void, word.why[:1000])

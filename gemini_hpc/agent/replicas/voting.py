@@ -1,61 +1,66 @@
-"""Voting in one training: this agent's vote goes up the tree, the root's decision comes down (R2, R3)."""
+"""Voting in one training: this agent's vote goes up the tree, the root's decision comes down (R2, R3).
+
+The rules contain no clock and no socket. They yield the effects of an event. `trainings` carries out each, in order.
+A seal is therefore on disk before a message frees older versions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import or_
+from typing import Any
 
 import msgspec
 
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.peers.round_events import Heard, Linked, Send
 from gemini_hpc.core.moments import Moment, MomentReport, describe_difference
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.votes import SILENT, Decision, Root, Vote, build_vote, merge_votes
 from gemini_hpc.wire import peer
-from gemini_hpc.wire.bounds import Strict
 
 
-class SubtreeVote(msgspec.Struct, frozen=True):
-    """A vote with the facts that the root needs to count it.
+class Recount(msgspec.Struct, frozen=True):
+    """The slots of this node after a change.
 
     Attributes:
-        vote: The vote.
-        pairs: Number of slot pairs behind the vote.
+        pairs: All slot pairs that count here.
         world: Number of shards of the training.
-        degraded: Whether a peer is missing.
-        kinds: Whether the pairs are RESUMED or REGISTERED. Both bits mean pairs of different nodes, and prevent a
-            seal.
-        reports: Moments of the ranks at the version that the root's decision calls void.
+        kind: RESUMED or REGISTERED.
+        homes: Pairs of the shards whose ranks live here, by rank.
     """
 
-    vote: Vote
-    pairs: int
+    pairs: list[SlotPair]
     world: int
-    degraded: bool = False
-    kinds: int = 0
-    reports: tuple[MomentReport, ...] = ()
+    kind: int
+    homes: Mapping[int, SlotPair]
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """A look at the peers. `missing`: this agent misses one of them."""
+
+    missing: bool
+
+
+class StoreSeal(msgspec.Struct, frozen=True):
+    """An order to store the newest seal on disk, for a successor of this agent."""
+
+    sealed: Stamp
+
+
+class ShowDecision(msgspec.Struct, frozen=True):
+    """An order to show the decision to the trainers."""
+
+    word: Decision
+
+
+Event = Heard | Linked | Recount | Missing
+Effect = Send | StoreSeal | ShowDecision
 
 
 RESUMED, REGISTERED = 1, 2
 _REMEMBERED = 16  # versions whose moments are remembered: more than begin while a decision travels
-_NOTHING = SubtreeVote(SILENT, 0, 0)
-_decoder = Strict(msgspec.msgpack.Decoder(Vote))
-
-
-def to_wire(round_number: int, training_name: str, ballot: SubtreeVote) -> peer.VoteUp:
-    """Return the message for a ballot."""
-    raw = msgspec.Raw(msgspec.msgpack.encode(ballot.vote))
-    return peer.VoteUp(
-        round_number, training_name, ballot.pairs, ballot.world, ballot.degraded, ballot.kinds, raw, ballot.reports
-    )
-
-
-def from_wire(message: peer.VoteUp) -> SubtreeVote:
-    """Return the ballot in a message.
-
-    Raises:
-        msgspec.MsgspecError: The vote in the message is malformed.
-    """
-    vote = _decoder.decode(message.vote)
-    return SubtreeVote(vote, message.pairs, message.world, message.degraded, message.kinds, message.reports)
 
 
 class Voting:
@@ -65,123 +70,118 @@ class Voting:
     x `pairs_each`. A missing shard or holder is therefore always noticed.
     """
 
-    def __init__(
-        self,
-        pairs_each: int,
-        children: Iterable[str],
-        send_up: Callable[[SubtreeVote], object] | None,
-        spread_decision: Callable[[Decision, bool], None],
-        settled: Stamp | None = None,
-    ) -> None:
+    def __init__(self, training: str, rounds: RecoveryRounds, pairs_each: int, settled: Stamp | None = None) -> None:
         """Create the votes of a round, empty.
 
         Args:
+            training: Name of the training.
+            rounds: The round, and this agent's place in the tree.
             pairs_each: Slot pairs that each shard must have.
-            children: Hosts of this agent's children in the tree.
-            send_up: Called with this agent's merged ballot. None at the root.
-            spread_decision: Called with each decision and with the degraded flag.
             settled: Stamp that counts as sealed at the start.
         """
-        self._pairs_each = pairs_each
-        self._own = _NOTHING
-        self._below = dict.fromkeys(children, _NOTHING)
-        self._send_up, self._spread_decision = send_up, spread_decision
-        self._root = Root(["job"], settled) if send_up is None else None
-        self._sent: SubtreeVote | None = None
-        self._missing = False
+        self.round, self._pairs_each = rounds.round, pairs_each
+        self._own = peer.VoteUp(self.round, training, 0, 0, False, 0, SILENT)
+        self._parent, self._below = rounds.parent, dict.fromkeys(rounds.children, self._own)
+        self._root = Root(settled) if self._parent is None else None
+        self._sent: peer.VoteUp | None = None
         self.decision = Decision()
         self.degraded = False
         self.voted: frozenset[Stamp] = frozenset()
         self._moments: dict[Stamp, dict[int, Moment]] = {}  # of the versions voted for, by rank
-        self._reports: tuple[MomentReport, ...] = ()
 
-    def recount(self, pairs: list[SlotPair], world: int, kind: int, homes: Mapping[int, SlotPair]) -> None:
-        """Vote anew after a change on this node.
+    def step(self, event: Event) -> Iterator[Effect]:
+        """Yield the effects of an event, in order."""
+        match event:
+            case Recount(pairs, world, kind, homes):
+                self._remember_moments(homes)
+                vote = build_vote(pairs, own=homes.values())
+                yield from self._vote(pairs=len(pairs), world=world, kinds=kind, vote=vote)
+            case Missing(missing) if missing != self._own.degraded:
+                yield from self._vote(degraded=missing)
+            case Linked():  # the parent may have missed the vote
+                self._sent = None
+                yield from self._send_vote()
+            case Heard(host, peer.VoteUp() as ballot) if host in self._below:
+                self._below[host] = ballot
+                yield from self._send_vote()
+            case Heard(self._parent, peer.DecisionDown() as message):
+                word = Decision(message.sealed, frozenset(message.abandoned), message.void, message.why)
+                yield from self._on_decision(word, message.degraded)
 
-        Args:
-            pairs: All slot pairs that count here.
-            world: Number of shards of the training.
-            kind: RESUMED or REGISTERED.
-            homes: Pairs of the shards whose ranks live here, by rank.
-        """
+    def _remember_moments(self, homes: Mapping[int, SlotPair]) -> None:
         for rank, pair in homes.items():
             for slot in pair.slots:
                 if slot.state == "complete" and slot.stamp is not None:
                     self._moments.setdefault(slot.stamp, {})[rank] = slot.moment
         self._moments = {stamp: self._moments[stamp] for stamp in sorted(self._moments)[-_REMEMBERED:]}
-        vote = build_vote(pairs, own=homes.values())
-        self._own = SubtreeVote(vote, len(pairs), world, kinds=kind, reports=self._reports) if pairs else _NOTHING
-        self._send_vote()
 
-    def record_missing(self, missing: bool) -> None:
-        """Record whether this agent misses one of its peers."""
-        if missing != self._missing:
-            self._missing = missing
-            self._send_vote()
+    def _vote(self, **changes: Any) -> Iterator[Effect]:
+        """Vote anew after a change on this node."""
+        self._own = msgspec.structs.replace(self._own, **changes)
+        yield from self._send_vote()
 
-    def on_vote(self, child: str, ballot: SubtreeVote) -> None:
-        """Record a child's newer vote."""
-        if child in self._below:
-            self._below[child] = ballot
-            self._send_vote()
+    def _merge_ballots(self) -> peer.VoteUp:
+        everybody = (self._own, *self._below.values())
+        ballots = [b for b in everybody if b.pairs]
+        return msgspec.structs.replace(
+            self._own,
+            pairs=sum(b.pairs for b in ballots),
+            world=max((b.world for b in ballots), default=0),
+            degraded=any(b.degraded for b in everybody),
+            kinds=reduce(or_, (b.kinds for b in ballots), 0),
+            vote=merge_votes(b.vote for b in ballots),
+            reports=tuple(report for b in ballots for report in b.reports),
+        )
 
-    def repeat(self) -> None:
-        """Send the vote again, because the link to the parent is new."""
-        self._sent = None
-        self._send_vote()
-
-    def _merge_ballots(self) -> SubtreeVote:
-        ballots = [b for b in (self._own, *self._below.values()) if b.pairs]
-        degraded = self._missing or any(b.degraded for b in self._below.values())
-        vote = merge_votes(b.vote for b in ballots) if ballots else SILENT
-        kinds = 0
-        for b in ballots:
-            kinds |= b.kinds
-        world = max((b.world for b in ballots), default=0)
-        reports = tuple(report for b in ballots for report in b.reports)
-        return SubtreeVote(vote, sum(b.pairs for b in ballots), world, degraded, kinds, reports)
-
-    def _send_vote(self) -> None:
+    def _send_vote(self) -> Iterator[Effect]:
         self.voted |= self._own.vote.complete  # before the vote is sent: a version voted for must be kept
         ballot = self._merge_ballots()
-        if self._root is None:
-            if ballot != self._sent and self._send_up is not None:
+        if self._parent is not None:
+            if ballot != self._sent:
                 self._sent = ballot
-                self._send_up(ballot)
+                yield Send(self._parent, ballot)
             return
+        assert self._root is not None
         vote = ballot.vote
         if ballot.pairs != ballot.world * self._pairs_each or ballot.kinds not in (RESUMED, REGISTERED):
             vote = Vote(frozenset(), vote.seen, vote.floor, vote.kept)
-        self._root.record_vote("job", vote, ballot.world)
+        self._root.record_vote(vote, ballot.world)
         word = self._root.decide()
         if word.void is not None and word.void == self.decision.void and len(ballot.reports) == ballot.world:
             self._root.record_difference(describe_difference(word.void.version, ballot.reports))
             word = self._root.decide()
-        self.on_decision(word, ballot.degraded)
+        yield from self._on_decision(word, ballot.degraded)
 
-    def on_decision(self, word: Decision, degraded: bool) -> None:
+    def _on_decision(self, word: Decision, degraded: bool) -> Iterator[Effect]:
         """Take the root's decision, and pass it on to the children and the trainers."""
         if word == self.decision and degraded == self.degraded:
             return
-        self.degraded = degraded
-        sealed, known = word.sealed, self.decision.sealed
-        if known is not None and (sealed is None or sealed < known):
+        before, known = self.decision, self.decision.sealed
+        if known is not None and (word.sealed is None or word.sealed < known):
             # A restarted root may not know yet which version is sealed. The versions that it abandons stay abandoned.
             word = Decision(known, frozenset(s for s in word.abandoned if s > known))
-            sealed = known
-        void, self.decision = self.decision.void, word
-        if sealed is not None:
+        self.decision, self.degraded = word, degraded
+        if (sealed := word.sealed) is not None:
             self.voted = frozenset(s for s in self.voted if s > sealed)
-        self._spread_decision(word, degraded)
-        if word.void != void:
-            self._report_moments(word.void)
+            if sealed != known:
+                yield StoreSeal(sealed)
+        message = self.build_decision(self.round)
+        for child in self._below:
+            yield Send(child, message)
+        yield ShowDecision(word)
+        if word.void != before.void:
+            yield from self._report_moments(word.void)
 
-    def _report_moments(self, void: Stamp | None) -> None:
+    def build_decision(self, number: int) -> peer.DecisionDown:
+        """Return the message with the decision for agents in the round of this number."""
+        word, abandoned = self.decision, tuple(sorted(self.decision.abandoned))
+        name, degraded = self._own.training, self.degraded
+        return peer.DecisionDown(number, name, word.sealed, abandoned, degraded, word.void, word.why[:1000])
+
+    def _report_moments(self, void: Stamp | None) -> Iterator[Effect]:
         """Report the moments of this node's ranks at a void version to the root.
 
         The slots of an abandoned version can contain a later version before the decision arrives.
         """
         moments = {} if void is None else self._moments.get(void, {})
-        self._reports = tuple(MomentReport(rank, *moment[1:]) for rank, moment in moments.items())
-        self._own = msgspec.structs.replace(self._own, reports=self._reports)
-        self._send_vote()
+        yield from self._vote(reports=tuple(MomentReport(rank, *moment[1:]) for rank, moment in moments.items()))
