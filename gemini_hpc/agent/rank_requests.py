@@ -35,6 +35,8 @@ from gemini_hpc.wire.rate_limit import RateLimit
 
 _MAX_SHARDS = 4096  # limit on one node over all trainings; each shard takes two descriptors
 _EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
+_Answer = local.Message | Reply | None  # None is `Ok`; a reply has descriptors
+_Handle = Callable[[LocalClient, Any], _Answer | Awaitable[_Answer]]
 
 
 class RankRequests:
@@ -62,7 +64,7 @@ class RankRequests:
         self._keepers: dict[tuple[str, int], LocalClient] = {}
         self._events = RateLimit(_EVENTS_PER_S, _EVENTS_BURST)
         self._populating = asyncio.Lock()  # one core is enough for what nothing waits for
-        self._handlers: dict[type, Callable[[LocalClient, Any], Reply | Awaitable[Reply]]] = {
+        self._handlers: dict[type, _Handle] = {
             local.Register: self._register,
             local.BeginVersion: self._on_begin,
             local.Fill: self._fill,
@@ -71,15 +73,21 @@ class RankRequests:
             local.Abort: self._abort,
             local.Fetch: self._fetch,
             local.OpenPush: self._open_push,
-            local.OpenRescue: self._open_rescue,
             local.Event: self._log_event,
+        }
+        # of requests that only the rank named in them may send
+        self._own_handlers: dict[type[local.OfRank], _Handle] = {
+            local.OpenRescue: lambda client, m: (local.Ok(), [rescue.open(client, m.training, m.rank)]),
             local.Finished: self._on_finished,
             local.Reject: self._reject,
             local.KeepVersion: self._keep,
-            local.LiveOn: self._record_live_nodes,
+            local.LiveOn: lambda _, m: self._outlines.record_live_nodes(m.training, m.rank, m.nodes),
             local.OutlineWritten: self._on_outline_written,
-            local.Unfilled: self._on_unfilled,
-            **dict.fromkeys((local.Traffic, local.Timeline, local.CacheBytes, local.FetchCached), self._on_stats),
+            local.Unfilled: lambda client, m: self._leave_out(client, m.version),
+            local.Traffic: self._store_traffic,
+            local.Timeline: lambda _, m: stats.store_timeline(m.training, m.rank, m.timeline),
+            local.CacheBytes: lambda _, m: stats.store_data(m.training, m.rank, m.key, m.data),
+            local.FetchCached: lambda _, m: local.CachedBytes(stats.recall(m.training, m.rank, m.key)),
         }
 
     # ---- bookkeeping -----------------------------------------------------------------------------------
@@ -138,63 +146,48 @@ class RankRequests:
                 return await self._sessions.admit_rank(client, request, fds)
             if isinstance(request, local.HandBack):
                 return await self._hand_back(client, request, fds)
-            if (handle := self._handlers.get(type(request))) is not None:
-                reply = handle(client, request)
-                return await reply if isinstance(reply, Awaitable) else reply
+            if isinstance(request, local.OfRank) and (handle := self._own_handlers.get(type(request))) is not None:
+                self._sessions.check_rank(client, request)
+            elif (handle := self._handlers.get(type(request))) is None:
+                return local.Error("not a request of a training rank"), []
+            found = handle(client, request)
+            answer = await found if isinstance(found, Awaitable) else found
+            return answer if isinstance(answer, tuple) else (answer or local.Ok(), [])
         except (RequestRejected, NoMemory) as exc:
             return local.Error(str(exc), isinstance(exc, RequestRejected) and exc.later), []
         finally:
             for fd in fds:
                 os.close(fd)
-        return local.Error("not a request of a training rank"), []
 
-    def _on_finished(self, client: LocalClient, m: local.Finished) -> Reply:
-        self._sessions.check_rank(client, m)
+    def _on_finished(self, client: LocalClient, m: local.Finished) -> None:
         training = self._sessions.require_training(client, m.training)
         training.finished.add(m.rank)
         self._closed.close(training, self._sessions.find_series(client), m.version)
-        return local.Ok(), []
 
-    def _reject(self, client: LocalClient, m: local.Reject) -> Reply:
-        self._sessions.check_rank(client, m)
+    def _reject(self, client: LocalClient, m: local.Reject) -> None:
         training = self._sessions.require_training(client, m.training)
         if training.chosen is None or training.chosen.version != m.version:
             raise RequestRejected(f"version {m.version} is not the one that the ranks have loaded")
         if why := self._rejections.reject(training, self._membership.epoch, m.reason, fresh=m.fresh):
             raise RequestRejected(why)
-        return local.Ok(), []
 
-    def _keep(self, client: LocalClient, m: local.KeepVersion) -> Reply:
-        self._sessions.check_rank(client, m)
+    def _keep(self, _: LocalClient, m: local.KeepVersion) -> None:
         if why := self._keeps.ask(Wish(m.training, m.name, m.version)):
             raise RequestRejected(why)
-        return local.Ok(), []
 
-    def _record_live_nodes(self, client: LocalClient, m: local.LiveOn) -> Reply:
-        self._sessions.check_rank(client, m)
-        self._outlines.record_live_nodes(m.training, m.rank, m.nodes)
-        return local.Ok(), []
-
-    def _on_outline_written(self, client: LocalClient, m: local.OutlineWritten) -> Reply:
-        self._sessions.check_rank(client, m)
+    def _on_outline_written(self, client: LocalClient, m: local.OutlineWritten) -> None:
         _, shard = self._require_shard(client, m.training, m.rank)
         # the message comes later than the write, perhaps when the slot is complete
         stamp = Stamp(self._membership.epoch, m.version)
         if not shard.pushed and m.slot in (0, 1) and shard.pair.slots[m.slot].stamp == stamp:
             self._outlines.on_written(shard, m.slot, m.small_bytes, m.areas, m.moment)
-        return local.Ok(), []
 
-    def _open_rescue(self, client: LocalClient, m: local.OpenRescue) -> Reply:
-        self._sessions.check_rank(client, m)
-        return local.Ok(), [self._rescue.open(client, m.training, m.rank)]
-
-    def _log_event(self, client: LocalClient, m: local.Event) -> Reply:
+    def _log_event(self, client: LocalClient, m: local.Event) -> None:
         self._on_event(client, m)
         if self._events.take_tokens():
             self._log.log(_clean_text(m.name, 40), version=m.version, detail=m.detail[:300], t=m.t)
         else:
             self._log.log_rate_limited(f"process {client.pid} sends more events than the log keeps")
-        return local.Ok(), []
 
     def _on_event(self, client: LocalClient, m: local.Event) -> None:
         """Handle an event of a rank. A rank's report of lost protection is believed and shown to all users."""
@@ -227,25 +220,12 @@ class RankRequests:
                     shard.pair.empty_slot(index)
                     self._trainings.recount(name)
 
-    def _on_stats(
-        self, client: LocalClient, m: local.Traffic | local.Timeline | local.CacheBytes | local.FetchCached
-    ) -> Reply:
-        """Store or return statistics of a rank. Only the rank itself may send them."""
-        self._sessions.check_rank(client, m)
-        stats = self._stats
-        if isinstance(m, local.FetchCached):
-            return local.CachedBytes(stats.recall(m.training, m.rank, m.key)), []
-        if isinstance(m, local.CacheBytes):
-            stats.store_data(m.training, m.rank, m.key, m.data)
-        elif isinstance(m, local.Traffic):
-            training = self._trainings.get(m.training)
-            sealed = training.sealed if training is not None else None
-            stats.store_traffic(m.training, m.rank, m.state, saved=sealed.version if sealed is not None else 0)
-        else:
-            stats.store_timeline(m.training, m.rank, m.timeline)
-        return local.Ok(), []
+    def _store_traffic(self, _: LocalClient, m: local.Traffic) -> None:
+        training = self._trainings.get(m.training)
+        sealed = training.sealed if training is not None else None
+        self._stats.store_traffic(m.training, m.rank, m.state, saved=sealed.version if sealed is not None else 0)
 
-    async def _register(self, client: LocalClient, m: local.Register) -> Reply:
+    async def _register(self, client: LocalClient, m: local.Register) -> _Answer:
         training = self._authorize(client, m)
         if m.members:
             return await self._register_parity(client, training, m)
@@ -296,7 +276,7 @@ class RankRequests:
                 if (memory := shard.memory[index]).fd >= 0:  # else it was trimmed or freed
                     await run_beside("gemini-populate", memory.populate)
 
-    async def _register_parity(self, client: LocalClient, training: Training, m: local.Register) -> Reply:
+    async def _register_parity(self, client: LocalClient, training: Training, m: local.Register) -> local.Slots:
         """Register the parity kept beside a shard of this node, made of shards of its group's other nodes."""
         membership = self._membership
         own_noderank = membership.noderanks[self._node]
@@ -316,9 +296,9 @@ class RankRequests:
         self._trainings.recount(m.training)
         if m.passed:
             self._filling.pass_over(shard, m.passed)
-        return local.Slots(shard.bytes), []
+        return local.Slots(shard.bytes)
 
-    def _on_begin(self, client: LocalClient, m: local.BeginVersion) -> Reply:
+    def _on_begin(self, client: LocalClient, m: local.BeginVersion) -> local.Message:
         training, shard = self._require_shard(client, m.training, m.rank)
         if shard.registered_round != self._membership.round or training.sealing is None:
             raise RequestRejected(f"shard of rank {m.rank} is not registered in this round")
@@ -329,19 +309,19 @@ class RankRequests:
         training.pace.record_version(m.version)
         _, rank = self._sessions.find_rank(client)
         if training.present.get(rank) is client and rank in training.left:
-            return local.Refused(f"rank {rank} is no longer protected"), []
+            return local.Refused(f"rank {rank} is no longer protected")
         try:
             index = self._filling.begin_write(training, shard, m.version)
         except Refused as exc:
-            return local.Refused(exc.reason), []
+            return local.Refused(exc.reason)
         self._fills[m.training, m.rank, index] = client
         training.begun = max(training.begun, m.version)
         note = self._saver.troubles.pop_note(m.training)
         if m.rank == 0 and training.void_note:
             note, training.void_note = training.void_note, ""
-        return local.Begun(index, note), []
+        return local.Begun(index, note)
 
-    def _fill(self, client: LocalClient, m: local.Fill) -> Reply:
+    def _fill(self, client: LocalClient, m: local.Fill) -> local.Message:
         training, shard = self._require_shard(client, m.training, m.rank)
         if shard.registered_round != self._membership.round or not shard.pushed:
             raise RequestRejected(f"shard of rank {m.rank} is not pushed here in this round")
@@ -352,23 +332,17 @@ class RankRequests:
         try:
             return local.Begun(
                 replica_fills.begin_fill(self._filling, client, training, shard, m.version, self._membership.epoch)
-            ), []
+            )
         except Refused as exc:
-            return local.Refused(exc.reason), []
+            return local.Refused(exc.reason)
 
-    def _on_filled(self, client: LocalClient, m: local.Filled) -> Reply:
+    def _on_filled(self, client: LocalClient, m: local.Filled) -> None:
         _, shard = self._require_shard(client, m.training, m.rank)
         if reason := ranges.find_fault(m.present, shard.bytes):
             replica_fills.end(client, shard, m.version, ())
             raise RequestRejected(reason)
         if not replica_fills.end(client, shard, m.version, m.present):
             raise RequestRejected(f"version {m.version} of rank {m.rank} is not being filled by this process")
-        return local.Ok(), []
-
-    def _on_unfilled(self, client: LocalClient, m: local.Unfilled) -> Reply:
-        self._sessions.check_rank(client, m)
-        self._leave_out(client, m.version)
-        return local.Ok(), []
 
     def _leave_out(self, client: LocalClient, version: int) -> None:
         """Record that this rank fills no other rank's shard in this version."""
@@ -388,10 +362,10 @@ class RankRequests:
             return None
         return shard
 
-    def _on_landed(self, client: LocalClient, m: local.Landed) -> Reply:
+    def _on_landed(self, client: LocalClient, m: local.Landed) -> None:
         shard = self._find_filling_shard(client, m.training, m.rank, m.slot, m.version)
         if shard is None:
-            return local.Error(f"slot {m.slot} of rank {m.rank} is not being filled with version {m.version}"), []
+            raise RequestRejected(f"slot {m.slot} of rank {m.rank} is not being filled with version {m.version}")
         if not 0 < m.used <= shard.bytes:
             raise RequestRejected(f"{m.used} bytes used in a slot of {shard.bytes} bytes")
         at_home = shard.home == self._membership.noderanks[self._node]
@@ -403,7 +377,6 @@ class RankRequests:
         except ValueError as exc:
             raise RequestRejected(str(exc)) from None
         del self._fills[m.training, m.rank, m.slot]
-        return local.Ok(), []
 
     def _open_push(self, client: LocalClient, m: local.OpenPush) -> Reply:
         membership = self._membership
@@ -416,12 +389,11 @@ class RankRequests:
         host = next(name for name, rank in membership.noderanks.items() if rank == m.holder)
         return local.Ok(), self._outgoing.open(client, shard, host)
 
-    def _abort(self, client: LocalClient, m: local.Abort) -> Reply:
+    def _abort(self, client: LocalClient, m: local.Abort) -> None:
         shard = self._find_filling_shard(client, m.training, m.rank, m.slot, m.version)
         if shard is not None:
             del self._fills[m.training, m.rank, m.slot]
             self._filling.empty_slot(shard, m.slot)
-        return local.Ok(), []
 
     async def _fetch(self, client: LocalClient, m: local.Fetch) -> Reply:
         training = self._sessions.require_training(client, m.training)
