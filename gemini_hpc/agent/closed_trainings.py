@@ -7,7 +7,7 @@ there is one. All agents then release it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.context import AgentContext
@@ -23,15 +23,6 @@ from gemini_hpc.wire import peer
 _LATER_S = 1.0  # delay of the report: the job's end, which often comes first, makes it needless
 
 
-class _Count(NamedTuple):
-    """The number of ranks that have closed a training, of all its ranks, and the last version."""
-
-    ranks: int
-    world: int
-    version: int
-    series: str
-
-
 class ClosedTrainings:
     """The closed trainings of one agent, as reported by its ranks, its peers and the root."""
 
@@ -40,9 +31,9 @@ class ClosedTrainings:
         self._trainings, self._store, self._closings = replicas.trainings, replicas.store, replicas.closings
         self._saver, self._writer = tier.saver, tier.writer
         self._round = (-1, 0)
-        self._own: dict[str, _Count] = {}
+        self._own: dict[str, peer.ClosedUp] = {}
         self._due: dict[str, float] = {}  # when this agent's own count is sent
-        self._below: dict[str, dict[str, _Count]] = {}  # by training and child
+        self._below: dict[str, dict[str, peer.ClosedUp]] = {}  # by training and child
         self._down: dict[str, peer.ClosedDown] = {}  # the root's decisions in this round
         # at the root: the trainings that had begun when a rank closed one
         self._beside: dict[str, frozenset[str]] = {}
@@ -57,9 +48,10 @@ class ClosedTrainings:
         self._closings.close(training, series, version)
         if incarnation is not None:
             self._enter_round(incarnation)
-            self._own[training.name] = _Count(len(training.finished), training.world, version, series)
-            self._due[training.name] = clock.monotonic() + _LATER_S
-            self._note_beside(incarnation, training.name)
+            name, ranks, number = training.name, len(training.finished), incarnation.rounds.round
+            self._own[name] = peer.ClosedUp(number, name, ranks, training.world, version, series)
+            self._due[name] = clock.monotonic() + _LATER_S
+            self._note_beside(incarnation, name)
 
     # ---- peers -----------------------------------------------------------------------------------------
 
@@ -70,8 +62,7 @@ class ClosedTrainings:
             return
         self._enter_round(incarnation)
         if isinstance(message, peer.ClosedUp) and host in rounds.children:
-            count = _Count(message.ranks, message.world, message.version, message.series)
-            self._below.setdefault(message.training, {})[host] = count
+            self._below.setdefault(message.training, {})[host] = message
             self._note_beside(incarnation, message.training)
             self._sum_counts(incarnation, message.training)
         elif isinstance(message, peer.ClosedDown) and host == rounds.parent:
@@ -101,8 +92,7 @@ class ClosedTrainings:
         ranks, last = sum(c.ranks for c in counts), max(counts, key=lambda c: c.version)
         rounds = incarnation.rounds
         if rounds.parent is not None:
-            up = peer.ClosedUp(rounds.round, name, ranks, last.world, last.version, last.series)
-            incarnation.send(rounds.parent, up)
+            incarnation.send(rounds.parent, msgspec.structs.replace(last, ranks=ranks))
         elif ranks == last.world:
             closed = Closed(name, last.version, incarnation.restart, last.series)
             self._adopt_decision(incarnation, peer.ClosedDown(rounds.round, closed))
