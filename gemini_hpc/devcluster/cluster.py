@@ -310,6 +310,8 @@ class Cluster:
             clock.sleep(max(0.0, last + 1.0 - clock.time()))
             began = int(clock.time())
             started = hosts.boot_nodes(self._layout, outer, self._profile, [node])
+            if load_cluster(self._layout).prolog:
+                services.run_boot_program(self._layout, self._profile, started)
             services.start_node_daemons(self._layout, self._profile, started)
         deadline = clock.monotonic() + timeout_s
         while slurm.read_slurmd_start(self._layout, outer, node) < began:

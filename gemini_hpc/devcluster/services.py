@@ -70,6 +70,18 @@ def start_node_daemons(layout: ClusterFiles, profile: Profile, nodes: Mapping[st
     _start_on_hosts("slurmd", commands)
 
 
+def run_boot_program(layout: ClusterFiles, profile: Profile, nodes: Mapping[str, ProcessId]) -> None:
+    """Run what a site's unit gemini-hpc-boot runs before slurmd, on nodes that were switched on again."""
+    for node, init in nodes.items():
+        copy = {"SLURM_CONF": f"{layout.spool}/{node}/conf-cache/slurm.conf"} if profile.configless else {}
+        argv = [str(INSIDE_PYTHON), "-I", "-m", "gemini_hpc.node.boot"]
+        done = enter.complete(
+            enter.start_command(enter.build_command(layout, init.pid, argv, env=copy)), None, START_S
+        )
+        if done.returncode:
+            raise DevclusterError(f"gemini_hpc.node.boot failed on {node}: {' '.join(done.stderr.split())}")
+
+
 def _start_on_hosts(name: str, commands: Mapping[str, enter.Command]) -> None:
     """Run the commands that start a daemon, by host and at once, until each has put it into the background."""
     started = {host: enter.start_command(command) for host, command in commands.items()}

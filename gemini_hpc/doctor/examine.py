@@ -64,6 +64,7 @@ CHECKS = (
     Check("slurm.over-memory-kill", "not-a-failure", ANYWHERE, slurm.check_over_memory_kill),
     Check("slurm.job-container", "private directories", ANYWHERE, slurm.check_job_container),
     Check("slurm.expedited-requeue", "slurms-own-timers", ANYWHERE, slurm.check_expedited_requeue),
+    Check("slurm.boot", "administrators-resume", ON_NODE, memory.check_boot_unit),
     Check("slurm.detection", "prove-death", ANYWHERE, slurm.check_detection),
     Check("scripts.prolog", "users-errors", ANYWHERE, installation.check_prolog),
     Check("scripts.epilog", "give-way", ANYWHERE, installation.check_epilog),

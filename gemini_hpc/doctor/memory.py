@@ -12,6 +12,7 @@ from gemini_hpc.node.meminfo import read_meminfo
 from gemini_hpc.node.memory_cgroup import choose_cgroup
 
 UNIT = "slurmd.service"
+BOOT_UNIT = "gemini-hpc-boot.service"
 _NOTHING = 0.05  # share of MemTotal that kernel and slurmd use anyway
 
 
@@ -105,6 +106,20 @@ def check_unit(facts: HostFacts) -> Outcome:
 
 # Later directories win: the administrator's files override those of packages.
 UNIT_DIRECTORIES = ("/usr/lib/systemd/system", "/lib/systemd/system", "/run/systemd/system", "/etc/systemd/system")
+
+
+def check_boot_unit(facts: HostFacts) -> Outcome:
+    """Check that slurmd forgets the jobs of an earlier boot, whose prologs it would not run again."""
+    if not list_unit_files(UNIT):
+        raise Unavailable(f"no {UNIT}: see that gemini_hpc.node.boot runs before slurmd (docs/install.md, Steps)")
+    wanted = f"{BOOT_UNIT} enabled"
+    if any(os.path.lexists(f"{d}/{UNIT}.wants/{BOOT_UNIT}") for d in UNIT_DIRECTORIES):
+        return report_ok(wanted)
+    return report_warning(
+        f"{BOOT_UNIT} is not enabled: a job that runs when this node loses power comes back to it unprotected",
+        wanted,
+        f"systemctl enable {BOOT_UNIT.removesuffix('.service')}; not needed if slurmd's spool is lost with the power",
+    )
 
 
 def list_unit_files(unit: str, directories: tuple[str, ...] = UNIT_DIRECTORIES) -> list[str]:

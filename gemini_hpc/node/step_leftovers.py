@@ -12,11 +12,11 @@ import re
 import subprocess
 from collections.abc import Iterator
 
-from gemini_hpc.core import conf_text
-from gemini_hpc.node import share, spawn
+from gemini_hpc.node import slurm_conf as conf
+from gemini_hpc.node import spawn
 
 REMOVAL_S = 5.0  # the job waits; its owner can fill these directories
-_SPOOL, _TMP = "/var/spool/slurmd", "/tmp"  # Slurm's defaults
+_TMP = "/tmp"  # Slurm's default
 
 
 def remove(slurm_conf: str, node: str, job: int, uid: int) -> str:
@@ -58,11 +58,11 @@ def _find_leftovers(slurm_conf: str, node: str, job: int, uid: int) -> Iterator[
     Raises:
         OSError: A file or directory could not be read.
     """
-    values = _read_values(slurm_conf)
+    values = conf.read_values(slurm_conf)
     mpi_conf = os.path.join(os.path.dirname(slurm_conf), "mpi.conf")
     if os.path.exists(mpi_conf):
-        values |= _read_values(mpi_conf)
-    spool = values.get("slurmdspooldir", _SPOOL).replace("%n", node).replace("%h", os.uname().nodename.split(".")[0])
+        values |= conf.read_values(mpi_conf)
+    spool = conf.find_spool(values, node)
     tmp = values.get("pmixclitmpdirbase") or values.get("tmpfs", _TMP)
     for entry in _list_entries(spool):
         if re.fullmatch(rf"(stepd\.slurm\.)?pmix\.{job}\.[0-9]+", entry.name):
@@ -80,13 +80,3 @@ def _list_entries(directory: str) -> Iterator[os.DirEntry[str]]:
             yield from entries
     except FileNotFoundError:
         return
-
-
-def _read_values(path: str) -> dict[str, str]:
-    """Return the last value of each key, lower-cased, of one of Slurm's configuration files.
-
-    Raises:
-        OSError: A file could not be read.
-    """
-    lines = conf_text.split_lines(share.read_conf(path))
-    return dict(conf_text.split_pair(word) for _, line in lines for word in line.split() if "=" in word)

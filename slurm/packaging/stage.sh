@@ -57,6 +57,7 @@ install -D -m 755 -t "$node/$opt/prolog_epilog" "$top"/prolog_epilog/{prolog,epi
 for kind in prolog epilog; do # also for hosts whose /etc/slurm is that of the nodes
 	install -D -m 755 -t "$base/$opt/prolog_epilog/$kind.d" "$top/prolog_epilog/$kind.d/50-gemini-hpc"
 done
+install -D -m 644 "$here/files/gemini-hpc-boot.service" "$node/lib/systemd/system/gemini-hpc-boot.service"
 install -D -m 644 "$here/files/gemini-hpc-node.tmpfiles" "$node/usr/lib/tmpfiles.d/gemini-hpc-node.conf"
 install -D -m 644 "$here/files/gemini-hpc-node.fstab" "$node/usr/share/gemini-hpc/enroot/mounts.d/50-gemini-hpc.fstab"
 install -D -m 755 "$here/files/gemini-hpc-node.task_prolog" "$node/usr/share/gemini-hpc/apptainer/task_prolog"

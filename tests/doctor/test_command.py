@@ -233,6 +233,21 @@ def kill_mode_of(places: tuple[str, ...]) -> tuple[str, str]:
     return read_unit_setting(list_unit_files("slurmd.service", places), "Service", "KillMode")
 
 
+def test_the_unit_of_the_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, check = Told(), next(check for check in examine.CHECKS if check.name == "slurm.boot")
+    monkeypatch.setattr(memory, "UNIT_DIRECTORIES", (str(tmp_path),))
+    monkeypatch.setattr(memory, "list_unit_files", lambda unit: [f"{tmp_path}/{unit}"])
+    found = check.look(facts)
+    assert found.status == "warning" and found.fix.startswith("systemctl enable gemini-hpc-boot")
+    wants = tmp_path / "slurmd.service.wants"
+    wants.mkdir()
+    (wants / "gemini-hpc-boot.service").symlink_to("/lib/systemd/system/gemini-hpc-boot.service")
+    assert check.look(facts).status == "ok"
+    monkeypatch.setattr(memory, "list_unit_files", lambda unit: [])
+    with pytest.raises(Unavailable, match=r"gemini_hpc\.node\.boot runs before slurmd"):
+        check.look(facts)
+
+
 def test_systemd_units(tmp_path: Path) -> None:
     low, high = tmp_path / "lib", tmp_path / "etc"
     (high / "slurmd.service.d").mkdir(parents=True)

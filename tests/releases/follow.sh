@@ -61,6 +61,7 @@ install() {
 	if [ "$host" = ctl ]; then
 		systemd-analyze verify --man=no /lib/systemd/system/gemini-hpc-controller.service
 	else
+		systemd-analyze verify --man=no /lib/systemd/system/gemini-hpc-boot.service
 		/opt/gemini-hpc/venv/bin/python3 -I -c 'import gemini_hpc.tier.hdf5, h5py'
 		systemd-tmpfiles --create /usr/lib/tmpfiles.d/gemini-hpc-node.conf
 	fi

@@ -20,6 +20,7 @@ printf 'cluster_name = "mycluster"\ncontroller_host = "n1"\nslurm_user = "slurm"
 'heartbeat_s = 2\nfence_confirm_s = 10\n' \
   >/etc/gemini-hpc/gemini.toml
 [ "$(hostname)" != n1 ] || systemctl restart slurmctld
+systemctl enable gemini-hpc-boot
 systemctl restart slurmd
 [ "$(hostname)" != n1 ] || systemctl enable --now gemini-hpc-controller
 for _ in $(seq 60); do [ "$(sinfo -h -n "$(hostname)" -o %T)" = idle ] && exit 0; sleep 1; done

@@ -1,5 +1,6 @@
 # docs/install.md, "Removing it".
 systemctl disable --now gemini-hpc-controller
+systemctl disable gemini-hpc-boot
 sed -i '/gemini-hpc/d; /^PrologFlags=Alloc/d' /etc/slurm/slurm.conf
 rm /etc/slurm/plugstack.conf.d/gemini-hpc.conf
 systemctl restart slurmctld slurmd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,6 +91,51 @@ def test_an_agent_lives_in_a_scope_outside_of_its_job(site: Machine) -> None:
     site.sh(f"systemctl restart slurmd; kill -0 {agent}")
     site.sh(f"scancel {job}; while pgrep -f '^/opt/gemini-hpc/.*gemini_hpc.agent --job {job} '; do sleep 1; done")
     site.sh(f"for n in $(seq 30); do [ -e {scope} ] || exit 0; sleep 1; done; exit 1")
+
+
+def test_a_killed_rank_and_a_lost_machine(site: Machine, start: Callable[[str], Machine]) -> None:
+    """The step begins again; then the power of n2 is cut, and the job waits for it and resumes from n1's memory."""
+    other = start("n2")
+    other.sh((HERE / "install.sh").read_text(), _INSTALL_S)
+    job = site.sh(_JOB.format(nodes=2, output="two.txt")).splitlines()[-1]
+    wait_for_version(site, job, 5)
+    other.sh("pkill -KILL -f '[p]ython3 .*heat_mpi.py --log'")
+    resumed, repeated = wait_for_resume(site, 1)
+    assert resumed > 5 and repeated <= 1
+    before = wait_for_version(site, job, resumed + 5)
+    other.sh("sync")  # its system was not installed a minute ago, as here
+    other.cut()
+    site.sh(f"for _ in $(seq 90); do [ $(squeue -h -j {job} -o %T) = PENDING ] && exit 0; sleep 2; done; exit 1")
+    assert site.sh("sinfo -h -R -n n2 -o %E") == f"gemini-hpc: no answer from slurmd and agent, job {job} restart 0"
+    back = start("n2")
+    back.sh(
+        "for _ in $(seq 90); do systemctl is-active slurmd && exit 0; sleep 1; done; journalctl -u slurmd; exit 1"
+    )
+    assert "cred_state: jobs that come back" in back.sh("journalctl -u gemini-hpc-boot")
+    site.sh("scontrol update NodeName=n2 State=RESUME")
+    resumed, repeated = wait_for_resume(site, 2)
+    assert resumed >= before and repeated <= 1
+    site.sh(f'scancel {job}; while [ -n "$(squeue -h)" ]; do sleep 1; done')
+
+
+def wait_for_version(site: Machine, job: str, least: int) -> int:
+    """Wait until a version above `least` is sealed, and return it."""
+    saved = 'python3 -c \'import json, sys; d = json.load(sys.stdin); print(d["trainings"][0]["sealed"][1])\''
+    ask = f"v=$({{ gemini-hpc inspect {job} --json | {saved}; }} 2>/dev/null)"
+    ask += f" && [ $v -gt {least} ] && echo $v && exit 0"
+    story = f"gemini-hpc inspect {job}; cat /home/alice/two.txt"
+    return int(site.sh(f"for _ in $(seq 150); do {ask}; sleep 2; done; {story}; exit 1", 600.0))
+
+
+def wait_for_resume(site: Machine, times: int) -> tuple[int, int]:
+    """Wait until the job has resumed `times` times; return the version and the steps repeated at the last one."""
+    said = f"[ $(grep -c 'resumed at' /home/alice/two.txt) -ge {times} ]"
+    site.sh(f"for _ in $(seq 150); do {said} && exit 0; sleep 2; done; cat /home/alice/two.txt; exit 1", 600.0)
+    lines = re.findall(
+        r"resumed at version (\d+) from memory .*, (\w+) steps? repeated", site.sh("cat /home/alice/two.txt")
+    )
+    version, repeated = lines[-1]
+    return int(version), 0 if repeated == "no" else int(repeated)
 
 
 def test_removal_leaves_nothing(site: Machine) -> None:
