@@ -116,7 +116,9 @@ def test_after_some_steps_the_next_launch_takes_the_older_one(
     job = real_job(2, 2, tier=tier)
     left(job, tier)
     job.requeue(["n1", "n2"])
-    run(job, **SLOW, reject_at=18, keep={"15": "bad"}, pause_at=16, pause_s=3.0).wait(codes=(75,))
+    run(job, **SLOW, reject_at=18, keep={"15": "bad"}, pause_at=16, pause_kept=f"{tier}/gemini-81/default").wait(
+        codes=(75,)
+    )
     for node in job.nodes:
         node.die()
         node.start(again=True)
@@ -146,7 +148,9 @@ def test_all_nodes_are_lost_and_the_tier_knows(real_job: MakeJob, tier: Path, un
     job = real_job(2, 2, tier=tier)
     left(job, tier)
     job.requeue(["n1", "n2"])
-    run(job, **SLOW, reject_at=18, keep={"15": "bad"}, pause_at=16, pause_s=3.0).wait(codes=(75,))
+    run(job, **SLOW, reject_at=18, keep={"15": "bad"}, pause_at=16, pause_kept=f"{tier}/gemini-81/default").wait(
+        codes=(75,)
+    )
     job.requeue(["n1", "n2"])  # and looks at the tier
     job.requeue(["n3", "n4"])
     results = run(job).wait()

@@ -31,6 +31,7 @@ from torch.utils.data import Dataset
 import gemini_hpc as gemini
 from gemini_hpc.client import agent_connection, mapped_slots
 from gemini_hpc.format import shard_manifest
+from gemini_hpc.tier import names
 from gemini_hpc.train import checkpointer, meeting
 from gemini_hpc.train.device import host_copy, pins, streams
 from gemini_hpc.train.device.host_copy import HostCopies
@@ -256,6 +257,13 @@ def wait_for_seal(ckpt: gemini.Checkpointer, version: int) -> None:
     deadline = time.monotonic() + 20
     while client is not None and not client.lost and client.page.sealed[1] < version and time.monotonic() < deadline:
         time.sleep(0.001)
+
+
+def wait_for_names(training: str, wanted: Iterable[str]) -> None:
+    """Wait until the tier has the named versions of a training: a busy machine saves late. Bounded, too."""
+    deadline = time.monotonic() + 60
+    while not set(wanted) <= set(names.find_training_names(training)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def wait_for_the_last(ckpt: gemini.Checkpointer) -> None:
@@ -524,7 +532,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         if step == o.get("pause_at") and rank in o.get("pausing", range(world)):
             if o.get("pause_sealed"):
                 wait_for_seal(ckpt, step)
-            time.sleep(o["pause_s"])
+            if at := o.get("pause_kept"):
+                wait_for_names(at, o["keep"].values())
+            time.sleep(o.get("pause_s", 0.0))
         if step in o.get("stands_at", ()):
             stand_still(Path(o["stands_in"]), step, rank)
         if o.get("sleep_s"):
