@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from gemini_hpc import clock, logs
-from gemini_hpc.agent import handover, own_directory
+from gemini_hpc.agent import handover, own_directory, spares
 from gemini_hpc.agent.closed_trainings import ClosedTrainings
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.coordinator import Coordinator
@@ -35,7 +35,7 @@ from gemini_hpc.agent.peers.listen_address import find_interface_address
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
-from gemini_hpc.agent.peers.round_events import Begin, Heard, Linked, Tick
+from gemini_hpc.agent.peers.round_events import Begin, Heard, Linked, Log, Send, Tick
 from gemini_hpc.agent.peers.tasks import Tasks
 from gemini_hpc.agent.plain_ends import PlainEnds
 from gemini_hpc.agent.predecessor import Predecessor
@@ -58,7 +58,6 @@ from gemini_hpc.agent.retention import Retention
 from gemini_hpc.agent.self_fence import SelfFence
 from gemini_hpc.agent.sessions import Sessions
 from gemini_hpc.agent.sick_nodes import SickNodes
-from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.flush import FlushRequests
@@ -78,6 +77,8 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.node import map_file
 from gemini_hpc.wire import inspect_schema, local, peer, protocol
+from gemini_hpc.wire.evacuate import EvacuateAsk, Evacuated
+from gemini_hpc.wire.link import Link
 from gemini_hpc.wire.local_server import LocalClient, LocalServer, Reply
 from gemini_hpc.wire.message import Message
 
@@ -89,6 +90,8 @@ _log = logging.getLogger("gemini_hpc.agent")
 _HOLD_S, _HOLD_POLL_S = 10.0, 0.05  # seconds in which a killed agent has released its memory and its directory
 _TICK_S = 0.2  # beats of 1 s and shorter limits need several looks a second
 _LOOK_S = 0.4  # bound on the search for missing agents when the prolog waits for its answer
+_ASK_S = 5.0  # an admitted caller sends its request at once
+_EVACUATED_S = 0.05  # interval of looks whether the job has left a node
 _PLACE_S = 0.5  # pause between looks at the agent's own directory: a prolog waits for it for longer
 
 
@@ -145,15 +148,7 @@ class Agent:
             PullScheduler(context, store, trainings, choice, self._predecessor),
         )
         self.rescue = Rescue(context, replicas, self.transfers.incoming.drop_peers, self.controller_link.register)
-        self.spares = Spares(
-            context,
-            self.launches,
-            self._begin_incarnation,
-            self._leave_job,
-            wait_until_ready=self.rescue.wait_idle,
-            would_lose_state=self.rescue.are_sole_holders,
-            hold_ranks=trainings.hold_ranks,
-        )
+        self.spares = spares.Spares(identity.node, membership, self.rescue.are_sole_holders)
         self._closed = closed = ClosedTrainings(context, replicas, tier)
         ends = PlainEnds(identity.node, self.launches)
         self.service = RankRequests(
@@ -196,13 +191,13 @@ class Agent:
             self._waker,
             self._view,
             lambda: self.member.build_inventory(verify=False),
-            self.spares,
+            self.on_nodes_lost,
             self._retention,
             {
                 "push": self.transfers.incoming.serve,
                 "wake": self._waker.answer,
                 "flush": FlushRequests(context, trainings, saver, self.salvage).answer,
-                "evacuate": self.spares.answer,
+                "evacuate": self._answer_evacuation,
             },
         )
         self._receivers = self._register_receivers()
@@ -224,7 +219,7 @@ class Agent:
             (self._sick.on_message, (peer.RankEnded, peer.FailedFirst, peer.Unhealthy)),
             (self._closed.on_message, (peer.ClosedUp, peer.ClosedDown)),
             (self._hangs.on_message, (peer.StandingUp, peer.HungDown)),
-            (self.spares.on_message, (peer.MoveUp, peer.HoldDown)),
+            (lambda _, host, m: self._step_spares(Heard(host, m)), (peer.MoveUp, peer.HoldDown)),
             (lambda _, host, m: outlines.on_outline(host, m), (peer.Outline, peer.OutlineDigest)),
             (self.saver.on_message, (peer.SaveDown, peer.SaveUp, peer.SaveOver)),
             (lambda _, host, m: keeps.on_message(host, m), (peer.KeepWish, peer.KeepDone)),
@@ -503,6 +498,7 @@ class Agent:
     def _leave_job(self) -> None:
         """Detach and end the ranks here: the job goes on without this node."""
         membership = self.membership
+        self.launches.note_left_out()
         membership.detached = True
         self._retention.note_end(clock.monotonic())
         if membership.incarnation is not None:
@@ -582,15 +578,17 @@ class Agent:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
         self.rescue.on_death()
         self.controller_link.report_death(host, witnesses)
-        self.spares.on_death()
+        self._step_spares(spares.Died())
 
     def on_nodes_lost(self, hosts: tuple[str, ...]) -> None:
         """Handle the view of a peer that goes on without these nodes."""
-        self.spares.on_nodes_lost(hosts)
+        self._step_spares(spares.NodesLost(hosts))
 
     def _leave_sick_node(self, host: str, why: str) -> None:
         """Leave a node that is alive and does harm, if a spare replaces it."""
-        why_not = self.spares.leave(host, "sick")
+        why_not = self.spares.explain_refusal([host])
+        if not why_not:
+            self._step_spares(spares.Leave([host], "sick"))
         outcome = f"the job stays on {host}: {why_not}" if why_not else f"the job moves off {host}"
         self._log("sick", detail=f"{why}: {outcome}")
 
@@ -602,13 +600,59 @@ class Agent:
         if stamp.epoch == self.membership.epoch:
             self.membership.record_seal(training.name)
         self.transfers.pulls.stop_overtaken(training.name, stamp)
-        self.spares.leave_after_seal()
-        if known := self._sick.list_sick_nodes():  # perhaps found sick before a requeue
-            self.spares.move(known)
+        self._step_spares(spares.Sealed())
+        self.move_off(self._sick.list_sick_nodes())  # perhaps found sick before a requeue
         self._predecessor.release_after_seal(self.trainings)
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
             self.saver.on_sealed(training, stamp)
+
+    # ---- spares ----------------------------------------------------------------------------------------
+
+    def move_off(self, hosts: Sequence[str]) -> str:
+        """Leave these nodes right after the next seal. Return why not, or ""."""
+        reason = self.spares.explain_refusal(hosts)
+        if not reason:
+            self._step_spares(spares.Move(frozenset(hosts).intersection(self.membership.hosts)))
+        return reason
+
+    async def _answer_evacuation(self, link: Link) -> None:
+        """Serve one admitted caller of `gemini-hpc evacuate`."""
+        async with asyncio.timeout(_ASK_S):
+            message = await link.receive()
+        if not isinstance(message, EvacuateAsk):
+            return
+        host, deadline = message.host, clock.monotonic() + 2 * spares.SEAL_S
+        reason = self.move_off([host]) if host != self.identity.node else "ask an agent of another node"
+        while not reason and host not in self.membership.lost:
+            if clock.monotonic() > deadline:
+                reason = f"the job still runs on {host}: see gemini-hpc inspect"
+            await asyncio.sleep(_EVACUATED_S)
+        await link.flush(Evacuated(reason))
+
+    def _step_spares(self, event: spares.Event) -> None:
+        """Carry out the effects of an event on the rules of spares."""
+        for effect in self.spares.step(event, clock.monotonic()):
+            match effect:
+                case Send(host, message):
+                    self.membership.send(host, message)
+                case Log(name, detail):
+                    self._log(name, detail=detail)
+                case spares.Later():
+                    self._spawn(self._step_spares_later(effect))
+                case spares.Hold(epoch):
+                    self.trainings.hold_ranks(epoch)
+                case spares.EnterView(attach, gone, why):
+                    self._begin_incarnation(attach, _build_view(attach))
+                    self.launches.record_loss(gone, why)
+                case spares.EndLocalWork():
+                    self._leave_job()
+
+    async def _step_spares_later(self, order: spares.Later) -> None:
+        await asyncio.sleep(order.after_s)
+        if order.rescued:
+            await self.rescue.wait_idle()
+        self._step_spares(order.event)
 
     # ---- the controller --------------------------------------------------------------------------------
 
@@ -623,10 +667,9 @@ class Agent:
     def on_draining(self, hosts: Sequence[str], partition: str) -> None:
         """Note that these nodes, or the partition, are being drained."""
         self.saver.on_draining(hosts, partition)
-        if (incarnation := self.membership.incarnation) is not None and incarnation.view.spares:
-            for host in hosts:
-                if host != self.identity.node:
-                    self.spares.move([host])
+        for host in hosts:
+            if host != self.identity.node:
+                self.move_off([host])
 
     @property
     def rescuing(self) -> bool:

@@ -11,7 +11,6 @@ from gemini_hpc.agent.inspect_part import InspectView
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.retention import Retention
-from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.transfer import pull_source
 from gemini_hpc.agent.wake_peers import Wake
 from gemini_hpc.core.copy import Copy
@@ -38,7 +37,7 @@ class PeerServer:
         waker: Wake,
         view: InspectView,
         build_inventory: Callable[[], Awaitable[peer.InventoryRecord]],
-        spares: Spares,
+        on_nodes_lost: Callable[[tuple[str, ...]], None],
         retention: Retention,
         services: Mapping[str, Callable[[Link], Awaitable[None]]],
     ) -> None:
@@ -50,13 +49,13 @@ class PeerServer:
             waker: Admits summons.
             view: The agent's view of the job.
             build_inventory: Returns the inventory of this node, unverified.
-            spares: Follows the views of other nodes.
+            on_nodes_lost: Called with the lost nodes of another view, when a peer has it.
             retention: Decides whether other jobs of the owner are served.
             services: Serve the connections of further purposes, by purpose.
         """
         self._identity, self._membership, self._events = context.identity, context.membership, context.events
         self._store, self._waker, self._view, self._build_inventory = store, waker, view, build_inventory
-        self._spares, self._retention, self._services = spares, retention, services
+        self._on_nodes_lost, self._retention, self._services = on_nodes_lost, retention, services
         self._count = 0
         self._preauth_limit = PreauthLimit(_MAX_STRANGERS)
         self._operators = Operators(context.settings.operators, self._owners)
@@ -145,7 +144,7 @@ class PeerServer:
             return f"this agent is at restart {membership.restart}"
         # If the views differ, note the caller's; the caller learns ours in the handshake and is not served
         if hello.lost != membership.lost and not membership.detached:
-            self._spares.on_nodes_lost(hello.lost)
+            self._on_nodes_lost(hello.lost)
         return ""
 
     async def _serve(self, link: Link) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gemini_hpc.agent import spares
 from gemini_hpc.agent.daemon import _build_view
 from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.spares import Spares
+from gemini_hpc.agent.peers.round_events import Heard, Log, Send
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.local import Attach
-
-from .contexts import made_context
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 SEAL = "seal"
@@ -39,40 +36,45 @@ class Agent:
             view=_build_view(attach),
             rounds=rounds,
             live=True,
-            leads=not rank,
-            send=self.send,
             restart=0,
         )
         self.incarnation.hosts = tuple(self.incarnation.view.hosts)
-        self.incarnation.send_down = lambda m: [self.send(child, m) for child in rounds.children]
         here = self.here = Membership()
         here.incarnation, here.detached, here.epoch = self.incarnation, False, 5
-        launches: Any = SimpleNamespace(record_loss=lambda gone, why: None)
-        self.spares = Spares(
-            made_context(here, self.name, spawn=net.spawn),
-            launches,
-            lambda attach, view: self.views.append(attach.lost),
-            lambda: None,
-            wait_until_ready=lambda: asyncio.sleep(0),
-            would_lose_state=lambda dead: False,
-            hold_ranks=lambda epoch: setattr(self, "held", bool(epoch)),
-        )
+        self.spares = spares.Spares(self.name, here, lambda dead: False)
 
-    def send(self, host: str, message: Any) -> bool:
-        self.net.links[self.name, host].append(message)
-        return True
+    def step(self, event: spares.Event) -> None:
+        for effect in self.spares.step(event, self.net.now):
+            match effect:
+                case Send(host, message):
+                    self.net.links[self.name, host].append(message)
+                case spares.Later(then, after_s):
+                    self.net.later.append((self.net.now + after_s, self, then))
+                case spares.Hold(epoch):
+                    self.held = bool(epoch)
+                case spares.EnterView(attach):
+                    self.views.append(attach.lost)
+                case Log():
+                    pass
+                case _:
+                    raise AssertionError(effect)
+
+    def move_off(self, host: str) -> None:
+        assert not self.spares.explain_refusal([host])
+        self.step(spares.Move(frozenset([host])))
 
     def told(self, host: str, message: Any) -> None:
         if message == SEAL:
             self.sealed()
         else:
-            self.spares.on_message(self.incarnation, host, message)
+            self.step(Heard(host, message))
 
     def sealed(self) -> None:
         """The root's decision, or what comes of it down here."""
-        self.incarnation.send_down(SEAL)
+        for child in self.incarnation.rounds.children:
+            self.net.links[self.name, child].append(SEAL)
         self.seals.append(self.held)
-        self.spares.leave_after_seal()
+        self.step(spares.Sealed())
 
 
 class Net:
@@ -81,115 +83,85 @@ class Net:
     def __init__(self) -> None:
         self.links = {(a, b): deque[Any]() for a in HOSTS for b in HOSTS if a != b}
         self.late: set[tuple[str, str]] = set()
-        self.spawned: list[asyncio.Task[None]] = []
+        self.now = 0.0
+        self.later: list[tuple[float, Agent, spares.Event]] = []
         self.agents = {host: Agent(self, rank) for rank, host in enumerate(HOSTS)}
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self.spawned.append(asyncio.get_running_loop().create_task(coroutine))
-        return self.spawned[-1]
-
-    async def carry(self) -> None:
+    def carry(self, for_s: float = 0.0) -> None:
+        """What is on its way arrives, and so much time goes by."""
         while ready := [way for way, sent in self.links.items() if sent and way not in self.late]:
             for a, b in ready:
                 self.agents[b].told(a, self.links[a, b].popleft())
-        await asyncio.sleep(0.001)
+        self.now += for_s
+        for due in sorted((due for due in self.later if due[0] <= self.now), key=lambda due: due[0]):
+            self.later.remove(due)
+            due[1].step(due[2])
 
     def left_by(self) -> list[str]:
         return [agent.name for agent in self.agents.values() if agent.views]
 
 
-Story = Callable[[Net], Coroutine[Any, Any, None]]
-
-
-@pytest.fixture
-def tell() -> Iterator[Callable[[Story], None]]:
-    def whole(story: Story) -> None:
-        async def run() -> None:
-            net = Net()
-            await story(net)
-            for task in net.spawned:
-                task.cancel()
-
-        asyncio.run(run())
-
-    yield whole
-
-
 @pytest.mark.parametrize("asked", HOSTS)
-def test_no_rank_goes_beyond_the_seal_at_which_a_node_is_left(tell: Callable[[Story], None], asked: str) -> None:
-    async def story(net: Net) -> None:
-        host = "n3" if asked != "n3" else "n2"
-        assert net.agents[asked].spares.move([host]) == ""
-        await net.carry()
-        assert all(agent.held for agent in net.agents.values()) and not net.left_by()
-        net.agents["n1"].sealed()
-        await net.carry()
-        assert net.left_by() == [asked] and net.agents[asked].views == [(host,)]
-        assert all(agent.seals == [True] for agent in net.agents.values())
-        assert net.agents[asked].held, "some of its ranks may still run"
-
-    tell(story)
+def test_no_rank_goes_beyond_the_seal_at_which_a_node_is_left(asked: str) -> None:
+    net, host = Net(), "n3" if asked != "n3" else "n2"
+    net.agents[asked].move_off(host)
+    net.carry()
+    assert all(agent.held for agent in net.agents.values()) and not net.left_by()
+    net.agents["n1"].sealed()
+    net.carry()
+    assert net.left_by() == [asked] and net.agents[asked].views == [(host,)]
+    assert all(agent.seals == [True] for agent in net.agents.values())
+    assert net.agents[asked].held, "some of its ranks may still run"
 
 
-def test_a_seal_that_the_root_decided_before_it_was_told_is_not_the_one(tell: Callable[[Story], None]) -> None:
-    async def story(net: Net) -> None:
-        net.late = {("n2", "n1"), ("n2", "n4")}
-        net.agents["n2"].spares.move(["n3"])
-        net.agents["n1"].sealed()
-        await net.carry()
-        assert net.agents["n2"].seals == [False] and not net.left_by()
-        net.late = {("n2", "n4")}
-        await net.carry()
-        net.agents["n1"].sealed()
-        await net.carry()
-        assert net.left_by() == ["n2"] and not net.agents["n4"].seals, "n4 has not heard of anything"
-        net.late = set()
-        await net.carry()
-        assert net.agents["n4"].seals == [False, True]
-
-    tell(story)
+def test_a_seal_that_the_root_decided_before_it_was_told_is_not_the_one() -> None:
+    net = Net()
+    net.late = {("n2", "n1"), ("n2", "n4")}
+    net.agents["n2"].move_off("n3")
+    net.agents["n1"].sealed()
+    net.carry()
+    assert net.agents["n2"].seals == [False] and not net.left_by()
+    net.late = {("n2", "n4")}
+    net.carry()
+    net.agents["n1"].sealed()
+    net.carry()
+    assert net.left_by() == ["n2"] and not net.agents["n4"].seals, "n4 has not heard of anything"
+    net.late = set()
+    net.carry()
+    assert net.agents["n4"].seals == [False, True]
 
 
-def test_ranks_are_let_go_where_no_seal_comes(tell: Callable[[Story], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(net: Net) -> None:
-        net.agents["n4"].spares.move(["n3"])
-        await net.carry()
-        assert all(agent.held for agent in net.agents.values())
-        await asyncio.sleep(0.3)
-        assert not any(agent.held for agent in net.agents.values()) and net.left_by() == ["n4"]
-
-    monkeypatch.setattr("gemini_hpc.agent.spares._SEAL_S", 0.1)
-    monkeypatch.setattr("gemini_hpc.agent.spares._HOLD_S", 0.15)
-    tell(story)
+def test_ranks_are_let_go_where_no_seal_comes() -> None:
+    net = Net()
+    net.agents["n4"].move_off("n3")
+    net.carry(4.9)
+    assert all(agent.held for agent in net.agents.values()) and not net.left_by()
+    net.carry(0.2)
+    assert all(agent.held for agent in net.agents.values()) and net.left_by() == ["n4"]
+    net.carry(1.0)
+    assert not any(agent.held for agent in net.agents.values())
 
 
-def test_only_the_tree_of_this_round_is_heeded(tell: Callable[[Story], None]) -> None:
-    async def story(net: Net) -> None:
-        n2, n1 = net.agents["n2"], net.agents["n1"]
-        n2.told("n3", peer.HoldDown(3))
-        n2.told("n1", peer.HoldDown(2))
-        n1.told("n4", peer.MoveUp(3))
-        n1.told("n2", peer.MoveUp(2))
-        n2.incarnation.live = False
-        n2.told("n1", peer.HoldDown(3))
-        await net.carry()
-        assert not any(agent.held for agent in net.agents.values())
-
-    tell(story)
+def test_only_the_tree_of_this_round_is_heeded() -> None:
+    net = Net()
+    n2, n1 = net.agents["n2"], net.agents["n1"]
+    n2.told("n3", peer.HoldDown(3))
+    n2.told("n1", peer.HoldDown(2))
+    n1.told("n4", peer.MoveUp(3))
+    n1.told("n2", peer.MoveUp(2))
+    n2.incarnation.live = False
+    n2.told("n1", peer.HoldDown(3))
+    net.carry()
+    assert not any(agent.held for agent in net.agents.values())
 
 
-def test_a_requeue_meanwhile_has_chosen_the_nodes_anew(
-    tell: Callable[[Story], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def story(net: Net) -> None:
-        n4 = net.agents["n4"]
-        n4.spares.move(["n3"])
-        await net.carry()
-        later = SimpleNamespace(**{**vars(n4.incarnation), "restart": 1})
-        n4.here.incarnation = later  # type: ignore[assignment]
-        n4.spares.leave_after_seal()
-        await asyncio.sleep(0.3)
-        assert not net.left_by()
-
-    monkeypatch.setattr("gemini_hpc.agent.spares._SEAL_S", 0.1)
-    tell(story)
+def test_a_requeue_meanwhile_has_chosen_the_nodes_anew() -> None:
+    net = Net()
+    n4 = net.agents["n4"]
+    n4.move_off("n3")
+    net.carry()
+    later = SimpleNamespace(**{**vars(n4.incarnation), "restart": 1})
+    n4.here.incarnation = later  # type: ignore[assignment]
+    n4.step(spares.Sealed())
+    net.carry(6.0)
+    assert not net.left_by()

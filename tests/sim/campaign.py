@@ -336,7 +336,7 @@ class Campaign:
         told = [seat for seat in seats if seat is not None and seat.process is not None and seat.agent is not None]
         if told:
             seat = rng.choice(told)
-            why_not = seat.process.context.copy().run(seat.agent.spares.move, [node.name])
+            why_not = seat.process.context.copy().run(seat.agent.move_off, [node.name])
             self._tell(f"the job is to leave {node.name}: {why_not or seat.agent.identity.node}")
 
     def _pause(self) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.agent import spares
 from gemini_hpc.agent.coordinator import Coordinator
-from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.daemon import Agent
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.peers.round_events import Heard, Send
@@ -26,7 +27,6 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.replicas.voting import Voting
 from gemini_hpc.agent.rescue import Rescue, RescueChannel
 from gemini_hpc.agent.restart_state import StateFile
-from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.transfer import part_receiver
 from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.agent.transfer.rdma import Window
@@ -275,18 +275,14 @@ def any_part_goes_on() -> None:
 @spared
 def losses_are_not_told() -> None:
     """Views: an agent does not learn from its peers' handshakes what they have lost."""
-    patch(Spares, "on_nodes_lost", lambda self, lost: None)
+    patch(Agent, "on_nodes_lost", lambda self, hosts: None)
 
 
 @spared
 def nobody_waits() -> None:
     """Views: a job goes on at once without nodes that are only cut off, and hold something alone."""
     patch(Rescue, "are_sole_holders", lambda self, dead: False)
-
-    async def at_once(self: Spares, incarnation: Incarnation) -> None:
-        return
-
-    patch(Spares, "_wait_for_suspects", at_once)
+    patch(spares, "_SUSPECTS_S", 0.0)
 
 
 @spared
