@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterable
-from typing import Protocol
 
 from gemini_hpc import clock
+from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.settings import ACT, CANARY
@@ -22,32 +22,10 @@ _GRACE_S = 2.0  # a rank's handler of SIGTERM may need a moment; the node is alo
 _SEARCH_S = 10.0  # time to dial hundreds of peers, some of which are dead
 
 
-class ControllerConnection(Protocol):
-    """The state of the connection to the controller."""
-
-    @property
-    def configured(self) -> bool:
-        """Return whether the site has a controller."""
-
-    @property
-    def connected(self) -> bool:
-        """Return whether the controller is connected."""
-
-    @property
-    def refused_at(self) -> float:
-        """Return when the last unsuccessful round of calls began (monotonic seconds)."""
-
-    @property
-    def may_act(self) -> bool:
-        """Return whether the controller has said that the job is in a partition of the canary."""
-
-
 class SelfFence:
     """A watch for being cut off. `check_alone` is called a few times a second."""
 
-    def __init__(
-        self, context: AgentContext, controller: ControllerConnection, trainings: Iterable[Training]
-    ) -> None:
+    def __init__(self, context: AgentContext, controller: ControllerLink, trainings: Iterable[Training]) -> None:
         """Create the watch.
 
         Args:
