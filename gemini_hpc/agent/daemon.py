@@ -636,8 +636,8 @@ class Agent:
             match effect:
                 case Send(host, message):
                     self.membership.send(host, message)
-                case Log(name, detail):
-                    self._log(name, detail=detail)
+                case Log(name, detail, version):
+                    self._log(name, version=version, detail=detail)
                 case spares.Later():
                     self._spawn(self._step_spares_later(effect))
                 case spares.Hold(epoch):

@@ -50,8 +50,8 @@ class RecoveryMember:
         match effect:
             case events.Send(host, message):
                 incarnation.send(host, message)
-            case events.Log(name, detail):
-                self._log(name, detail=detail)
+            case events.Log(name, detail, version):
+                self._log(name, version=version, detail=detail)
             case events.Change():
                 incarnation.changed.set()
                 incarnation.changed.clear()

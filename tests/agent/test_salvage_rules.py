@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from gemini_hpc.agent.peers.round_events import Heard, Log, Send
 from gemini_hpc.agent.tier import salvage_events as events
 from gemini_hpc.agent.tier.salvage_rules import ASKED_S, COLLECT_S, LOST_S, SalvageRules
 from gemini_hpc.core.slots import Stamp
@@ -15,7 +16,7 @@ from gemini_hpc.wire.stored import NodeFile, Stored
 
 from .every_state import every_state
 
-HOSTS, LEFT, SET, SEALED = ("a", "b", "c"), ("a", "b"), "default", (1, 5)
+HOSTS, LEFT, SET, SEALED = ("a", "b", "c"), ("a", "b"), "default", Stamp(1, 5)
 HAS = {"a": (0, 2), "b": (1, 0)}  # homes; c is gone, and a has its shard
 STEP_S = 2.5
 Move = tuple[str, ...]
@@ -67,7 +68,7 @@ class World:
             self.happens(host, events.Begin())
         elif what == "deliver":
             message = self.links[host].pop(0)
-            self.happens(host, events.Heard("b" if host == "a" else "a", message))  # type: ignore[arg-type]
+            self.happens(host, Heard("b" if host == "a" else "a", message))  # type: ignore[arg-type]
         elif what == "lose":
             self.faults -= 1
             self.links[host].pop(0)
@@ -88,7 +89,7 @@ class World:
             case events.Settle():
                 self.happens(host, events.Settled(effect.run) if well else events.Broken(effect.run))
             case events.Look():
-                there = {SET: Stamp(*SEALED)} if self.stored else {}
+                there = {SET: SEALED} if self.stored else {}
                 self.happens(host, events.Looked(effect.run, there if well else None, "" if well else "not mounted"))
             case events.Publish():
                 assert effect.gathering.whole
@@ -106,7 +107,7 @@ class World:
                 reason = "" if well else "no way to the tier"
                 done = peer.SalvageWrote(SET, SEALED, files if well else (), reason, effect.order.attempt)
                 if effect.leader == host:
-                    self.happens(host, events.Heard(host, done))
+                    self.happens(host, Heard(host, done))
                 else:
                     self.links[effect.leader].append(done)
 
@@ -114,7 +115,7 @@ class World:
         agent = self.agents[host]
         for effect in agent.step(event, self.facts(host), self.now):
             match effect:
-                case events.Send():
+                case Send():
                     if effect.host in LEFT:
                         self.links[effect.host].append(effect.message)
                 case events.Halt():
@@ -122,7 +123,7 @@ class World:
                 case events.Saved():
                     assert self.stored, "nobody may leave before it is there"
                     self.told[host] = True
-                case events.Begun() | events.Failed():
+                case Log() | events.Failed():
                     pass
                 case _:
                     if effect not in self.doing[host]:
@@ -219,13 +220,13 @@ def test_a_writer_who_has_answered_is_not_lost_by_falling_silent() -> None:
     world, agent = lead()
     facts = world.facts("a")
     agent.step(events.Settled(1), facts, 100.0)
-    agent.step(events.Heard("b", world.facts("b").own), facts, 100.0)
+    agent.step(Heard("b", world.facts("b").own), facts, 100.0)
     orders = [e for e in agent.step(events.Looked(1, {}), facts, 100.0) if isinstance(e, events.Write | events.Reach)]
     [(own, reach)] = [(e, f) for e, f in [orders] if isinstance(e, events.Write) and isinstance(f, events.Reach)]
     assert agent.step(events.Reached(1, "b", False), facts, 101.0) == []
     files = (NodeFile("node-0001.h5", 10, (Stored(1, 1, 10, 10, "0" * 32),)),)
     done = peer.SalvageWrote(SET, SEALED, files, "", own.order.attempt)
-    assert reach.host == "b" and agent.step(events.Heard("b", done), facts, 102.0) == []
+    assert reach.host == "b" and agent.step(Heard("b", done), facts, 102.0) == []
     found = agent.step(events.Tick(), facts, 103.0 + LOST_S)
     assert agent.stage == "writing" and [type(e) for e in found] == [events.Write]
 
@@ -233,7 +234,7 @@ def test_a_writer_who_has_answered_is_not_lost_by_falling_silent() -> None:
 def test_a_leader_that_is_not_heard_is_followed_no_more() -> None:
     world = World(may_begin=set())
     agent, facts = world.agents["b"], world.facts("b")
-    assert agent.step(events.Heard("a", peer.SalvageAsk()), facts, 100.0) == [events.Send("a", facts.own)]
+    assert agent.step(Heard("a", peer.SalvageAsk()), facts, 100.0) == [Send("a", facts.own)]
     assert agent.stage == "following" and agent.leader == "a"
     agent.step(events.Tick(), facts, 100.0 + LOST_S)
     assert agent.stage == "following"
@@ -248,16 +249,16 @@ def test_a_leader_that_is_not_heard_is_followed_no_more() -> None:
 def test_a_follower_that_has_lost_the_end_on_its_way_asks_for_it() -> None:
     world = World(may_begin=set())
     agent, facts = world.agents["b"], world.facts("b")
-    agent.step(events.Heard("a", peer.SalvageAsk()), facts, 100.0)
+    agent.step(Heard("a", peer.SalvageAsk()), facts, 100.0)
     assert agent.step(events.Tick(), facts, 99.0 + ASKED_S) == []
     heard = replace(facts, heard={"a": 100.0 + ASKED_S})
-    assert agent.step(events.Tick(), heard, 100.0 + ASKED_S) == [events.Send("a", facts.own)]
-    over = [events.Send("b", peer.SalvageOver(False, ""))]
-    assert world.agents["a"].step(events.Heard("b", facts.own), world.facts("a"), 110.0) == over
-    assert agent.step(events.Heard("a", peer.SalvageOver(False, "")), facts, 110.0) == [] and not agent.busy
+    assert agent.step(events.Tick(), heard, 100.0 + ASKED_S) == [Send("a", facts.own)]
+    over = [Send("b", peer.SalvageOver(False, ""))]
+    assert world.agents["a"].step(Heard("b", facts.own), world.facts("a"), 110.0) == over
+    assert agent.step(Heard("a", peer.SalvageOver(False, "")), facts, 110.0) == [] and not agent.busy
 
 
 def test_a_fault_of_ours_ends_the_try_and_lets_the_others_go() -> None:
     world, agent = lead()
     found = agent.step(events.Broken(1), world.facts("a"), 100.0)
-    assert found == [events.Send(host, peer.SalvageOver(False, "")) for host in ("b", "c")] and not agent.busy
+    assert found == [Send(host, peer.SalvageOver(False, "")) for host in ("b", "c")] and not agent.busy

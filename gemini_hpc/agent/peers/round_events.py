@@ -1,6 +1,7 @@
 """Events and effects of the recovery rounds, exchanged between their rules (`recovery_round`) and the agent.
 
-Effects are carried out in order. A message therefore leaves only after the state that it promises is on disk.
+Effects are carried out in order. A message therefore leaves only after the state that it promises is on disk. Other
+rules of the agent share `Heard`, `Send` and `Log`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Resume(msgspec.Struct, frozen=True):
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A message of a peer, or this agent's own inventory as the result of `TakeInventory`."""
+    """A message of a peer, or this agent's own report: its inventory as the result of `TakeInventory`."""
 
     host: str
     message: Message
@@ -87,6 +88,7 @@ class Log(msgspec.Struct, frozen=True):
 
     name: str
     detail: str
+    version: int = 0
 
 
 class Change(msgspec.Struct, frozen=True):

@@ -19,12 +19,13 @@ from typing import Any
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.round_events import Heard, Log, Send
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.tier import salvage_events as events
 from gemini_hpc.agent.tier.node_writer import NodeWriter, WantedVersion
-from gemini_hpc.agent.tier.salvage_rules import SalvageRules, describe_hosts
+from gemini_hpc.agent.tier.salvage_rules import SalvageRules
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.core.slots import Stamp
@@ -122,7 +123,7 @@ class Salvage:
     def on_message(self, host: str, message: Message) -> None:
         """Handle a message of a peer of this incarnation."""
         if self._can_salvage():
-            self._process_event(events.Heard(host, message))
+            self._process_event(Heard(host, message))
 
     # ---- facts for the decisions -----------------------------------------------------------------------
 
@@ -189,17 +190,12 @@ class Salvage:
 
     def _perform_effect(self, incarnation: Incarnation, effect: events.Effect) -> None:
         match effect:
-            case events.Send():
+            case Send():
                 incarnation.send(effect.host, effect.message)
             case events.Write():
                 self._write(effect.order, effect.leader)
-            case events.Begun():
-                gone = describe_hosts(effect.gone)
-                self._log(
-                    "salvaging",
-                    version=effect.stamp.version,
-                    detail=f"{gone} missing: saving this version to the tier",
-                )
+            case Log(name, detail, version):
+                self._log(name, version=version, detail=detail)
             case events.Failed():
                 self._saver.say(effect.name, effect.stamp.version, effect.reason)
             case events.Saved():
@@ -255,7 +251,7 @@ class Salvage:
         def report_written(files: tuple[NodeFile, ...], reason: str) -> None:
             done = peer.SalvageWrote(order.training, order.stamp, files, reason, order.attempt)
             if leader == self._node:
-                self._process_event(events.Heard(leader, done))
+                self._process_event(Heard(leader, done))
             else:
                 self._membership.send(leader, done)
 

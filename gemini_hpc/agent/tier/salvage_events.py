@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from gemini_hpc.agent.peers.round_events import Heard, Log, Send
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
-from gemini_hpc.wire.message import Message
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,6 @@ class Reset(msgspec.Struct, frozen=True):
 
 class Tick(msgspec.Struct, frozen=True):
     """The passing of some time."""
-
-
-class Heard(msgspec.Struct, frozen=True):
-    """A message of a peer, or this agent's own report if it leads."""
-
-    host: str
-    message: Message
 
 
 class Reached(msgspec.Struct, frozen=True):
@@ -126,13 +119,6 @@ Event = Begin | Reset | Tick | Heard | Outcome
 # ---- effects -------------------------------------------------------------------------------------------
 
 
-class Send(msgspec.Struct, frozen=True):
-    """A message to send to a peer."""
-
-    host: str
-    message: Message
-
-
 class Reach(msgspec.Struct, frozen=True):
     """A check whether a peer is reachable. The result is `Reached`."""
 
@@ -178,13 +164,6 @@ class Clean(msgspec.Struct, frozen=True):
     stamp: Stamp
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """A notice that a version is being saved because these hosts have gone."""
-
-    stamp: Stamp
-    gone: tuple[str, ...]
-
-
 class Failed(msgspec.Struct, frozen=True):
     """A notice why a version has not been saved."""
 
@@ -201,4 +180,4 @@ class Saved(msgspec.Struct, frozen=True):
     """A notice that no agent needs to wait for the last versions any more."""
 
 
-Effect = Send | Reach | Settle | Look | Write | Publish | Clean | Begun | Failed | Halt | Saved
+Effect = Send | Reach | Settle | Look | Write | Publish | Clean | Log | Failed | Halt | Saved

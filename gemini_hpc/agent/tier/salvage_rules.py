@@ -22,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from gemini_hpc.agent.peers.round_events import Heard, Log, Send
 from gemini_hpc.agent.tier import salvage_events as events
 from gemini_hpc.agent.tier.salvage_events import Effect, SalvageFacts
 from gemini_hpc.agent.tier.save_progress import SaveProgress
@@ -152,7 +153,7 @@ class SalvageRules:
                 yield from self._reset()
             case events.Tick():
                 yield from self._tick(facts, now)
-            case events.Heard():
+            case Heard():
                 yield from self._on_message(event.host, event.message, facts, now)
             case events.Reached():
                 yield from self._on_reached(event, facts, now)
@@ -211,7 +212,7 @@ class SalvageRules:
                 self.stage = "idle"
         elif now >= self._deadline:  # the report of the end may have been lost with a link
             self._deadline = now + ASKED_S
-            yield events.Send(self.leader, facts.own)
+            yield Send(self.leader, facts.own)
 
     def _seek(self, facts: SalvageFacts, now: float) -> Iterator[Effect]:
         """Follow the current leader, or find the first reachable host of the list to lead."""
@@ -226,7 +227,7 @@ class SalvageRules:
             return
         self.leader, self.stage, self._lead = self._me, "settling", _Lead()
         for host in self._list_others(facts):
-            yield events.Send(host, peer.SalvageAsk())  # no host leaves or leads while pending saves progress
+            yield Send(host, peer.SalvageAsk())  # no host leaves or leads while pending saves progress
         yield events.Settle(self.run, COLLECT_S)
 
     def _list_others(self, facts: SalvageFacts) -> list[str]:
@@ -237,7 +238,7 @@ class SalvageRules:
         if self.stage == "reaching" and host == facts.hosts[self._host_index]:
             if event.there:
                 self.stage, self._deadline = "calling", now + ASKED_S
-                yield events.Send(host, msgspec.structs.replace(facts.own, calls=True))
+                yield Send(host, msgspec.structs.replace(facts.own, calls=True))
             else:
                 self._host_index += 1
                 yield from self._seek(facts, now)
@@ -246,11 +247,11 @@ class SalvageRules:
             lead.asked[host] = now
             if self.stage == "collecting":
                 if event.there:
-                    yield events.Send(host, peer.SalvageAsk())
+                    yield Send(host, peer.SalvageAsk())
             elif host in self._list_awaited():
                 if event.there:
                     lead.silent.pop(host, None)
-                    yield events.Send(host, lead.orders[host])
+                    yield Send(host, lead.orders[host])
                 else:
                     lead.silent.setdefault(host, now)
 
@@ -264,7 +265,7 @@ class SalvageRules:
             if isinstance(message, peer.SalvageWrite):
                 yield events.Write(message, host)
             else:
-                yield events.Send(host, facts.own)
+                yield Send(host, facts.own)
         elif isinstance(message, peer.SalvageWrote):
             yield from self._on_wrote(host, message, facts, now)
         elif isinstance(message, peer.SalvageOver) and (message.saved or self.leader == host):
@@ -282,11 +283,11 @@ class SalvageRules:
             if self.stage == "collecting":
                 yield from self._collect_seals(facts, now)
         elif self.saved:
-            yield events.Send(host, peer.SalvageOver(True))
+            yield Send(host, peer.SalvageOver(True))
         elif self.busy:
             return
         elif not message.calls:
-            yield events.Send(host, peer.SalvageOver(False, self.reason[:SAID]))
+            yield Send(host, peer.SalvageOver(False, self.reason[:SAID]))
         elif facts.detached:
             yield from self._step(events.Begin(), facts, now)
 
@@ -353,7 +354,8 @@ class SalvageRules:
         lead, wanted = self._lead, self._lead.queue[0]
         name, stamp = wanted.training, wanted.stamp
         gone = [host for host in facts.hosts if host not in lead.have]
-        yield events.Begun(stamp, tuple(gone))
+        detail = f"{describe_hosts(gone)} missing: saving this version to the tier"
+        yield Log("salvaging", detail, stamp.version)
         lead.tries += 1
         lead.before = self._count_answers()
         gathering = self.gathering[name] = SaveProgress(stamp, wanted.world, facts.attempt, now)
@@ -452,7 +454,7 @@ class SalvageRules:
         if self.saved:
             yield events.Saved()
         for host in self._list_others(facts):
-            yield events.Send(host, peer.SalvageOver(self.saved, self.reason[:SAID]))
+            yield Send(host, peer.SalvageOver(self.saved, self.reason[:SAID]))
 
 
 def find_newest_seals(
