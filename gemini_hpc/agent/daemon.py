@@ -153,7 +153,7 @@ class Agent:
         ends = PlainEnds(identity.node, self.launches)
         self.service = RankRequests(
             context,
-            Sessions(context, replicas, tier, stats, ends, read_notice=lambda: self.controller_link.notice),
+            Sessions(context, replicas, tier, stats, ends, self.controller_link),
             replicas,
             self.transfers,
             tier,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from gemini_hpc import clock
+from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.peers.context import AgentContext
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
@@ -67,7 +68,7 @@ class Sessions:
         tier: TierParts,
         stats: StatsStore,
         ends: PlainEnds,
-        read_notice: Callable[[], str],
+        controller_link: ControllerLink,
     ) -> None:
         """Create an empty table of sessions.
 
@@ -77,11 +78,11 @@ class Sessions:
             tier: The agent's part in saves to the tier.
             stats: Statistics of the ranks.
             ends: Ranks that have no launcher.
-            read_notice: Returns the controller's notice for users.
+            controller_link: Has the controller's notice for users.
         """
         self._identity, self._membership = context.identity, context.membership
         self._trainings, self._rejections = replicas.trainings, replicas.rejections
-        self._saver, self._tier, self._stats, self._read_notice = tier.saver, tier.choice, stats, read_notice
+        self._saver, self._tier, self._stats, self._controller_link = tier.saver, tier.choice, stats, controller_link
         self.ends = ends
         self._clients: dict[LocalClient, RankSessionEntry] = {}
 
@@ -229,7 +230,7 @@ class Sessions:
             chosen_world=training.chosen_world,
             stored=training.stored,
             lost=lost,
-            notice="; ".join(filter(None, (self._read_notice(), self._saver.problem))),
+            notice="; ".join(filter(None, (self._controller_link.notice, self._saver.problem))),
             proto=proto,
             rejected=self._rejections.list_sentences(name)[-_TOLD:],
             fresh=self._rejections.may_start_over(name),
@@ -286,9 +287,7 @@ class Sessions:
             self._membership.doubt = True
             if rounds.stage == "live":
                 incarnation.step(peer.NeedRound(before, m.step, True, m.tier))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await incarnation.changed.wait()
+            await _wait_for_change(incarnation)
 
     async def _wait_for_earlier_process(self, m: local.Hello) -> None:
         """Wait briefly until an earlier process of this rank has left: it may just have been killed."""
@@ -336,21 +335,25 @@ class Sessions:
         before = rounds.round
         need_new = again or chooses or bool(rounds.launch or rounds.unseen)
         patient_until = clock.monotonic() + _CHOICE_S
-        while True:
+
+        def is_served() -> bool:
+            return rounds.stage == "live" and rounds.launch == m.step and (rounds.round > before or not need_new)
+
+        while not is_served():
+            if rounds.stage == "live":
+                incarnation.step(peer.NeedRound(rounds.round, m.step, again, m.tier))
+            if not is_served():
+                await _wait_for_change(incarnation)
             # a root of another software version may not know tier choices
             if chooses and clock.monotonic() > patient_until:
                 chooses, need_new = False, again or bool(rounds.unseen)
-            if rounds.stage == "live" and rounds.launch == m.step and (rounds.round > before or not need_new):
-                return
-            if rounds.stage == "live":
-                incarnation.step(peer.NeedRound(rounds.round, m.step, again, m.tier))
-            if rounds.stage == "live" and rounds.launch == m.step and not need_new:
-                return
-            try:
-                async with asyncio.timeout(1.0):  # the request may be lost with a link: repeat it
-                    await incarnation.changed.wait()
-            except TimeoutError:
-                continue
+
+
+async def _wait_for_change(incarnation: Incarnation) -> None:
+    """Wait for a change of the round. After a second the request may be lost with a link, and is repeated."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await incarnation.changed.wait()
 
 
 def _derive_series(m: local.Hello) -> str:
