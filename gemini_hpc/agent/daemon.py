@@ -124,6 +124,7 @@ class Agent:
         self.launches = Launches(context, sick.report_end, sick.report_unhealthy, lambda: trainings.begun)
         self._hangs = Hangs(context, trainings, self.launches, sick.record_hang)
         stats, self._cpu = StatsStore(), CpuUse(settings, store)
+        self._unmapped: list[int] = []  # restarts in a row that began without the agents of all nodes
         self.controller_link = ControllerLink(context, self)
         events.add_follower(self.controller_link.send_event)
         self._predecessor = Predecessor(context, self.controller_link)
@@ -417,7 +418,10 @@ class Agent:
                 "unmapped",
                 detail=f"not all agents of {len(membership.hosts)} nodes agreed within {bound_s:g} s{missing}",
             )
-            return local.Ready("unmapped", absent)
+            if m.restart not in self._unmapped:
+                self._unmapped.append(m.restart)
+            return local.Ready("unmapped", absent, self._find_sealed()[1])
+        self._unmapped.clear()
         return local.Ready("mapped")
 
     def _begin_incarnation(self, m: local.Attach, view: View) -> Incarnation:
@@ -707,11 +711,16 @@ class Agent:
             return local.Verdict()
         mesh, silent = incarnation.mesh, incarnation.mesh.list_silent()
         alive = tuple(h for h in incarnation.hosts if h not in mesh.dead and h not in silent)
-        sealed = max((s.sealed for s in self.trainings if s.sealed is not None), default=(0, 0))
         dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
         spared = incarnation.view.exclude(dead, self.membership.nodes) is not None
         begun, last = self.trainings.begun, self.launches.last
-        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun, spared, last)
+        unmapped = len(self._unmapped)
+        return local.Verdict(dead, suspect, alive[:1000], self._find_sealed(), begun, spared, last, unmapped)
+
+    def _find_sealed(self) -> tuple[int, int]:
+        """Return epoch and version of the newest sealed version of all trainings; (0, 0): none."""
+        epoch, version = max((s.sealed for s in self.trainings if s.sealed is not None), default=(0, 0))
+        return epoch, version
 
 
 def _build_view(m: local.Attach) -> View:

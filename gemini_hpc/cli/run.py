@@ -14,11 +14,13 @@ from gemini_hpc import clock, lines
 from gemini_hpc.cli import frame, sendback
 from gemini_hpc.cli.amounts import build_count_parser
 from gemini_hpc.client.agent_connection import ask_verdict
-from gemini_hpc.client.joining import RESTARTS_ENV, TRY_AGAIN_EXIT
+from gemini_hpc.client.joining import RESTARTS_ENV, TRY_AGAIN_EXIT, UNPROTECTED_ENV
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
+from gemini_hpc.config import ConfigError, load_site_settings
 from gemini_hpc.core.attempts import NOTHING
 from gemini_hpc.core.numbers import parse_number
 from gemini_hpc.launch.signals import SENT, SIGNAL_EFFECT_S, explains_status
+from gemini_hpc.node.ask_agent import SOCKET_NAME
 from gemini_hpc.wire.local import StepEnd
 
 VERDICT_WAIT_S = 20.0  # agents prove a death, or doubt it no longer, within seconds
@@ -31,6 +33,7 @@ REQUEUE_WAIT_S = 60.0
 LOOK_EVERY_S = 5.0  # each look asks slurmctld
 SENT_BACK_WAIT_S = 30.0  # slurmctld ends the batch script within this time, on a busy day
 EXIT_NOT_REQUEUED = 75
+_ENDS = f"ends with status {EXIT_NOT_REQUEUED}"
 REPLICAS_MAX = 32
 OWN_LOOK_S = 1.0  # a look asks the agent of this node
 OWN_LOST_S = 10.0  # ranks end by themselves sooner where the loss closes their connections
@@ -118,13 +121,32 @@ def _await_healthy_nodes(path: str, ended: threading.Event, *, own: bool = False
     return False
 
 
-def _send_back(why: str, ended: threading.Event) -> None:
-    """Requeue the job, and wait for Slurm to end it."""
+def _send_back(why: str, ended: threading.Event, otherwise: str = _ENDS) -> bool:
+    """Requeue the job, and wait for Slurm to end it. Return whether Slurm requeues it; if not, say `otherwise`."""
     _say(f"{why}: requeuing it")  # printed first, because Slurm's requeue ends this process
     if problem := sendback.requeue_job():
-        _say(f"Slurm does not requeue this job, so it ends with status {EXIT_NOT_REQUEUED}: {problem}")
-        return
+        _say(f"Slurm does not requeue this job, so it {otherwise}: {problem}")
+        return False
     ended.wait(SENT_BACK_WAIT_S)
+    return True
+
+
+def _find_lost_state() -> str:
+    """Return what this start would lose although agents hold it; "" if nothing, or if another start may not help.
+
+    A requeued job begins unprotected, from step 0, if the agent of one node is missing. Slurm runs all prologs once
+    more after a requeue. A second start in a row without all agents is left alone.
+    """
+    if not os.environ.get(UNPROTECTED_ENV) or not parse_number(os.environ.get("SLURM_RESTART_COUNT", "")):
+        return ""
+    try:
+        run_dir = load_site_settings().run_dir
+    except ConfigError:
+        return ""
+    verdict = ask_verdict(f"{run_dir}/{os.environ.get('SLURM_JOB_ID', '')}/{SOCKET_NAME}")
+    if verdict is None or verdict.unmapped != 1 or not verdict.sealed[1]:
+        return ""
+    return f"{os.environ[UNPROTECTED_ENV].partition('; ')[0]}; step {verdict.sealed[1]} would be lost"
 
 
 def _say(text: str) -> None:
@@ -192,8 +214,10 @@ def run(args: argparse.Namespace) -> int:
 def _run_command(command: list[str], max_restarts: int, *, own: bool) -> int:
     _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
-    env = {**os.environ, **({RESTARTS_ENV: f"run-{os.urandom(8).hex()}"} if max_restarts else {})}
     ended = threading.Event()
+    if not path and (lost := _find_lost_state()) and _send_back(lost, ended, "begins anew"):
+        return EXIT_NOT_REQUEUED
+    env = {**os.environ, **({RESTARTS_ENV: f"run-{os.urandom(8).hex()}"} if max_restarts else {})}
     attempts = RestartLimit(max_restarts)
     before: _Failure | None = None
     while True:

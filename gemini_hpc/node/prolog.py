@@ -527,7 +527,8 @@ def _attach(directory: str, inc: JobRun, deadline: float, root: socket.socket) -
                 answer = ask_agent.ask(sock, question, deadline + ANSWER_GRACE_S)
                 # no complaint: this node is in order, and its administrator need not act
                 if answer.get("state") == "unmapped":
-                    _note_reason(ELSEWHERE + _describe_disagreement(answer.get("absent")))
+                    remedy = _describe_remedy(inc.job, answer.get("sealed"))
+                    _note_reason(ELSEWHERE + _describe_disagreement(answer.get("absent")) + remedy)
                 return str(answer["op"])
         except ask_agent.NobodyAnswersError:
             if process is None:
@@ -557,6 +558,13 @@ def _describe_disagreement(absent: object) -> str:
         return "the agents of the job's nodes did not agree in time"
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"no agent answers on {', '.join(names[:NAMED])}{more}"
+
+
+def _describe_remedy(job: int, sealed: object) -> str:
+    """Return what the user can do for the sealed version that agents hold; "" if there is none."""
+    if not isinstance(sealed, int) or not 0 < sealed < 1 << 63:
+        return ""
+    return f"; scontrol requeue {job} lets the job resume from step {sealed}"
 
 
 def _ensure_awake(sock: socket.socket, path: str) -> None:

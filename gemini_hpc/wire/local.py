@@ -94,10 +94,12 @@ class Ready(Message, frozen=True, tag="ready"):
 
     Attributes:
         absent: Hosts that this agent waits for and whose agents it cannot reach.
+        sealed: Newest sealed version that agents hold, from which another start could resume; 0: none.
     """
 
     state: str
     absent: tuple[str, ...] = ()
+    sealed: Version = 0
 
 
 class Epilog(Message, frozen=True, tag="epilog"):
@@ -135,6 +137,7 @@ class Verdict(Message, frozen=True, tag="verdict"):
         begun: Newest version that a rank of this node has begun to save since the last recovery round.
         spared: Spares replace the dead nodes.
         last: Newest step whose end is at least partly known.
+        unmapped: Incarnations in a row, the present one included, that began without the agents of all nodes.
     """
 
     dead: tuple[str, ...] = ()
@@ -144,6 +147,7 @@ class Verdict(Message, frozen=True, tag="verdict"):
     begun: Version = 0
     spared: bool = False
     last: StepEnd | None = None
+    unmapped: Count = 0
 
 
 # ---- requests of launchers ----------------------------------------------------------------------------

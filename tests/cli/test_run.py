@@ -332,3 +332,44 @@ def test_where_nobody_requeues_the_job_it_asks_for_it(monkeypatch: pytest.Monkey
         monkeypatch.setattr(Asked, "refuses", refuses)
         assert not verb._await_healthy_nodes("", threading.Event()), last
         assert happened[-2:] == ["Slurm has not requeued this job within 0.3 s: requeuing it", last]
+
+
+@pytest.mark.parametrize(
+    ("unmapped", "sealed", "restart", "refuses", "starts"),
+    [
+        (1, 17, "1", False, False),  # sent back: the next start has all agents
+        (1, 17, "1", True, True),  # nobody is served by a job that does not run
+        (2, 17, "2", False, True),  # it was sent back before
+        (1, 0, "1", False, True),  # nothing is lost
+        (1, 17, "", False, True),  # the first start of the job: another job's state, or none
+        (0, 17, "1", False, True),
+    ],
+)
+def test_a_start_that_loses_what_agents_hold_is_sent_back_once(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    unmapped: int,
+    sealed: int,
+    restart: str,
+    refuses: bool,
+    starts: bool,
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+    monkeypatch.setenv("GEMINI_UNPROTECTED", "no agent answers on n2; scontrol requeue 42 lets the job resume")
+    monkeypatch.setattr(sendback, "Slurm", Asked)
+    monkeypatch.setattr(Asked, "requeued", happened)
+    monkeypatch.setattr(Asked, "refuses", refuses)
+    monkeypatch.setattr(verb, "SENT_BACK_WAIT_S", 0.1)
+    verdict, asked = local.Verdict(sealed=(65, sealed), unmapped=unmapped), []
+    monkeypatch.setattr(verb, "ask_verdict", lambda path: asked.append(path) or verdict)
+    status = main("--", "touch", str(tmp_path / "started"))
+    said = capfd.readouterr().err
+    assert (tmp_path / "started").exists() is starts, said
+    assert (status, happened) == ((0, []) if starts else (75, ["40_42"]))
+    told = "no agent answers on n2; step 17 would be lost: requeuing it"
+    assert (told in said) is (refuses or not starts), said
+    assert ("so it begins anew: not now" in said) is refuses, said
+    assert set(asked) <= {"/run/gemini-hpc/42/agent.sock"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from heat import Heat, plates
 from waiting import until
 
+from gemini_hpc.devcluster import services
 from gemini_hpc.devcluster.cluster import Cluster
 
 pytestmark = pytest.mark.cluster
@@ -47,11 +49,10 @@ def test_a_node_is_cut(cluster: Cluster, how: str) -> None:
     assert job.agrees()
 
 
-@pytest.mark.parametrize("how", ["pmix", "pmi2"])
-def test_a_node_is_cut_and_serves_its_job_again(cluster: Cluster, how: str) -> None:
-    """The job can only go on where it ran before. What Slurm keeps on that node's disk is no obstacle.
+def cut_for_a_while(cluster: Cluster, how: str) -> Heat:
+    """Start a job, and cut the power of one of its nodes, without which it cannot go on, for OUTAGE_S.
 
-    After OUTAGE_S slurmctld no longer wants to end the job there, so its slurmd is not told to forget it.
+    slurmctld no longer wants to end the job there then, so the node's slurmd is not told to forget it.
     """
     for node in cluster.node_names[3:]:
         cluster.run(["scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test"])
@@ -64,6 +65,24 @@ def test_a_node_is_cut_and_serves_its_job_again(cluster: Cluster, how: str) -> N
     cluster.restore_power(host)
     time.sleep(3)  # before 23.11 slurmd runs no prolog of a job that comes back within 2 s of its end on the node
     cluster.resume(host)
+    return job
+
+
+def test_a_start_that_lacks_an_agent_is_sent_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a site without the unit gemini-hpc-boot slurmd runs no prolog. `gemini-hpc run` does not begin anew."""
+    monkeypatch.setattr(services, "run_boot_program", lambda *_: None)
+    job = cut_for_a_while(cluster, "pmi2")
+    assert job.finish() == wanted(STEPS)
+    assert re.search(r"run: no agent answers on n\d; step \d+ would be lost: requeuing it", job.said()), job.said()
+    assert "from memory" in job.said(), job.said()
+    assert len(job.lines("step")) - STEPS <= 1, job.lines("step")
+    assert job.agrees()
+
+
+@pytest.mark.parametrize("how", ["pmix", "pmi2"])
+def test_a_node_is_cut_and_serves_its_job_again(cluster: Cluster, how: str) -> None:
+    """What Slurm keeps on that node's disk is no obstacle."""
+    job = cut_for_a_while(cluster, how)
     assert job.finish() == wanted(STEPS)
     assert "from memory" in job.said(), job.said()
     steps = [line["step"] for line in job.lines("step")]

@@ -582,6 +582,19 @@ def test_a_disagreement_names_the_nodes_without_an_agent(node: Node, absent: obj
     assert node.sh(f"cat {NOTES}/7") == f"0 elsewhere: {words}\n"
 
 
+@pytest.mark.parametrize(
+    ("sealed", "remedy"),
+    [
+        (17, "; scontrol requeue 7 lets the job resume from step 17"),
+        *((hostile, "") for hostile in (0, -1, 1 << 63, 1.5, "17; rm", [17], None)),
+    ],
+)
+def test_the_remedy_names_what_agents_hold(node: Node, sealed: object, remedy: str) -> None:
+    node.mode("ready " + json.dumps({"op": "ready", "state": "unmapped", "absent": ["n2"], "sealed": sealed}))
+    assert silent(node.prolog())
+    assert node.sh(f"cat {NOTES}/7") == f"0 elsewhere: no agent answers on n2{remedy}\n"
+
+
 def test_what_an_earlier_incarnation_left_goes(node: Node) -> None:
     node.sh(f"mkdir -m 755 {NOTES}; echo '0 of before' >{NOTES}/7; ln -s /etc/passwd {NOTES}/.7")
     assert node.prolog().returncode == 0

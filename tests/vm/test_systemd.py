@@ -116,6 +116,7 @@ def test_a_killed_rank_and_a_lost_machine(site: Machine, start: Callable[[str], 
     resumed, repeated = wait_for_resume(site, 2)
     assert resumed >= before and repeated <= 1
     site.sh(f'scancel {job}; while [ -n "$(squeue -h)" ]; do sleep 1; done')
+    back.cut()
 
 
 def wait_for_version(site: Machine, job: str, least: int) -> int:
