@@ -363,8 +363,13 @@ def test_a_start_that_loses_what_agents_hold_is_sent_back_once(
     monkeypatch.setattr(Asked, "requeued", happened)
     monkeypatch.setattr(Asked, "refuses", refuses)
     monkeypatch.setattr(verb, "SENT_BACK_WAIT_S", 0.1)
-    verdict, asked = local.Verdict(sealed=(65, sealed), unmapped=unmapped), []
-    monkeypatch.setattr(verb, "ask_verdict", lambda path: asked.append(path) or verdict)
+    asked: list[str] = []
+
+    def answer(path: str) -> local.Verdict:
+        asked.append(path)
+        return local.Verdict(sealed=(65, sealed), unmapped=unmapped)
+
+    monkeypatch.setattr(verb, "ask_verdict", answer)
     status = main("--", "touch", str(tmp_path / "started"))
     said = capfd.readouterr().err
     assert (tmp_path / "started").exists() is starts, said
