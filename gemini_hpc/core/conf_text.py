@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+# Slurm's own pattern: a key, an operator of some lists, and a value that may be quoted
+_PAIR = re.compile(r'(?<!\S)([A-Za-z0-9_.]+)\s*[-*+/]?=\s*(?:"([^"]*)"|(\S+))(?!\S)')
+
 
 def split_lines(text: str) -> list[tuple[int, str]]:
     """Return the lines without comments, each with its number; continued lines are joined."""
@@ -18,7 +23,9 @@ def split_lines(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def split_pair(word: str) -> tuple[str, str]:
-    """Split KEY=VALUE. The key is lower-cased, because Slurm ignores the case of keys."""
-    key, _, value = word.partition("=")
-    return key.lower(), value
+def read_pairs(line: str) -> list[tuple[str, str]]:
+    """Return the pairs KEY=VALUE of a line. The keys are lower-cased, because Slurm ignores the case of keys.
+
+    As in Slurm, spaces may stand around the sign, and a value in quotes may hold spaces.
+    """
+    return [(key.lower(), quoted or plain) for key, quoted, plain in _PAIR.findall(line)]

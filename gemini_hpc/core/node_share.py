@@ -53,7 +53,7 @@ def parse_shape(text: str, node: str) -> Shape:
     defaults: dict[str, str] = {}
     found: dict[str, str] = {}
     for _, line in conf_text.split_lines(text):
-        values = dict(conf_text.split_pair(word) for word in line.split() if "=" in word)
+        values = dict(conf_text.read_pairs(line))
         names = values.get("nodename", "")
         if names.lower() == "default":
             defaults |= values

@@ -42,7 +42,7 @@ def parse(text: str) -> dict[str, str]:
         words = line.split()
         try:
             if "=" in words[0]:
-                _add_slurm_line(dict(conf_text.split_pair(word) for word in words if "=" in word), nodes, above)
+                _add_slurm_line(dict(conf_text.read_pairs(line)), nodes, above)
             elif len(words) == 2:
                 _put(nodes, words[0], _check_name(words[1]))
             else:

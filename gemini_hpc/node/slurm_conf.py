@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from gemini_hpc.core import conf_text
+from gemini_hpc.core import conf_text, hostlist
 
 MAX_BYTES = 8 << 20
 MAX_FILES = 32
@@ -25,11 +25,12 @@ def read_text(path: str) -> str:
 
 def _add_lines(text: list[str], path: str, seen: list[str]) -> None:
     for _, line in conf_text.split_lines(_read_file(path)):
-        word, _, name = line.partition(" ")
-        if word.lower() != "include":
+        word, *name = line.split(maxsplit=1)
+        if word.lower() != "include" or not name:
             text.append(line)
             continue
-        below = os.path.join(os.path.dirname(path), name.strip())
+        cluster = parse_values("\n".join(text)).get("clustername", "") if "%c" in name[0] else ""
+        below = os.path.join(os.path.dirname(path), name[0].strip('"').replace("%c", cluster))
         if below not in seen and len(seen) < MAX_FILES:
             seen.append(below)
             _add_lines(text, below, seen)
@@ -49,11 +50,38 @@ def read_values(path: str) -> dict[str, str]:
     Raises:
         OSError: A file could not be read.
     """
-    lines = conf_text.split_lines(read_text(path))
-    return dict(conf_text.split_pair(word) for _, line in lines for word in line.split() if "=" in word)
+    return parse_values(read_text(path))
+
+
+def parse_values(text: str) -> dict[str, str]:
+    """Return the last value of each key in the text of one of Slurm's files; keys are lower-cased."""
+    return {key: value for _, line in conf_text.split_lines(text) for key, value in conf_text.read_pairs(line)}
 
 
 def find_spool(values: dict[str, str], node: str) -> str:
     """Return the directory of slurmd's spool on a node, by the values of slurm.conf."""
-    host = os.uname().nodename.split(".")[0]
-    return values.get("slurmdspooldir", _SPOOL).replace("%n", node).replace("%h", host)
+    return expand(values.get("slurmdspooldir", _SPOOL), node)
+
+
+def expand(path: str, node: str) -> str:
+    """Return a path with this host's name for %h and the node's for %n."""
+    return path.replace("%n", node).replace("%h", os.uname().nodename.split(".")[0])
+
+
+def find_nodes(text: str) -> list[str]:
+    """Return the names by which slurm.conf may know this host: its own, then those of lines with NodeHostname."""
+    full = os.uname().nodename
+    host = full.split(".")[0]
+    found = [host, full]
+    for _, line in conf_text.split_lines(text):
+        values = dict(conf_text.read_pairs(line))
+        if "nodename" not in values or "nodehostname" not in values:
+            continue
+        try:
+            nodes, hosts = (hostlist.expand(values[key]) for key in ("nodename", "nodehostname"))
+        except ValueError:
+            continue
+        if len(hosts) == 1:  # several nodes on one host
+            hosts *= len(nodes)
+        found += [node for node, its in zip(nodes, hosts, strict=False) if its in (host, full)]
+    return list(dict.fromkeys(found))
