@@ -112,7 +112,7 @@ class Child:
 
 
 def fork_as(
-    entry: pwd.struct_passwd,
+    entry: pwd.struct_passwd | None,
     work: Callable[[], int],
     failed: int,
     complain: Callable[[str], None],
@@ -124,7 +124,7 @@ def fork_as(
     with any lock or output of slurmd's that it holds.
 
     Args:
-        entry: The user that the child becomes.
+        entry: The user that the child becomes; None: it stays root.
         work: Function to run in the child; its result is the exit status.
         failed: Exit status if `work` raises or the change of user fails.
         complain: Called in the child with the error in those cases.
@@ -136,7 +136,8 @@ def fork_as(
         status = failed
         try:
             _close_descriptors(write_end, keep)
-            drop_to(entry)
+            if entry is not None:
+                drop_to(entry)
             status = work()
         except Exception as exc:
             complain(str(exc) if isinstance(exc, PrivilegeError) else f"{type(exc).__name__}: {exc}")

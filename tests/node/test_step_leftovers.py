@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from gemini_hpc.node import spawn, step_leftovers
 
 JOB, UID = 42, 5001
+NOSUID_NODEV, MNT_DETACH = 6, 2
 
 
 @pytest.fixture
@@ -104,4 +106,52 @@ def test_what_cannot_be_removed_is_named(site: Path, monkeypatch: pytest.MonkeyP
     (slow / "rm").chmod(0o755)
     monkeypatch.setattr(spawn, "ENVIRONMENT", {"PATH": f"{slow}:/usr/bin:/bin"})
     monkeypatch.setattr(step_leftovers, "REMOVAL_S", 0.2)
-    assert f"could not remove {site}/spool/n1/pmix.42.0" in remove(site)
+    assert f"could not remove {site}/spool/n1/*pmix.42.*" in remove(site)
+
+
+@pytest.mark.parametrize("how", ["", ",allow_other"])
+def test_a_mount_of_another_user_obstructs_nothing(site: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Root may not look into a user's FUSE, or waits there for an answer."""
+    make_directory(site / "spool" / "n1" / "pmix.42.0", UID)
+    where = site / "tmp" / "spmix_appdir_42.0"
+    where.mkdir()
+    libc = ctypes.CDLL(None)
+    try:
+        fuse = os.open("/dev/fuse", os.O_RDWR)
+    except OSError:
+        pytest.skip("no FUSE here")
+    try:
+        options = f"fd={fuse},rootmode=40000,user_id=5002,group_id=5002{how}"
+        if libc.mount(b"test", str(where).encode(), b"fuse", NOSUID_NODEV, options.encode()):
+            pytest.skip("may not mount")
+        monkeypatch.setattr(step_leftovers, "REMOVAL_S", 1.0)
+        left = remove(site)
+    finally:
+        os.close(fuse)  # ends what waits for an answer
+        libc.umount2(str(where).encode(), MNT_DETACH)
+    assert names(site / "spool" / "n1") == []
+    assert bool(left) == bool(how) and "spool" not in left
+
+
+def test_entries_that_vanish_are_no_fault(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any user may make and remove directories of that name."""
+    own = site / "tmp" / "spmix_appdir_5001_42.1"
+    make_directory(own, UID)
+
+    class Vanished:
+        name, path = "spmix_appdir_42.0", str(site / "tmp" / "spmix_appdir_42.0")
+
+        def stat(self, *, follow_symlinks: bool) -> os.stat_result:
+            return os.stat(self.path, follow_symlinks=follow_symlinks)
+
+    listed = step_leftovers._list_entries
+    monkeypatch.setattr(step_leftovers, "_list_entries", lambda directory: (Vanished(), *listed(directory)))
+    assert remove(site) == "" and not own.exists()
+
+
+def test_the_temporary_file_system_may_have_the_nodes_name(site: Path) -> None:
+    (site / "tmp" / "n1").mkdir()
+    make_directory(site / "tmp" / "n1" / "spmix_appdir_5001_42.0", UID)
+    (site / "slurm.conf").write_text(f"SlurmdSpoolDir = {site}/spool/%n\nTmpFS={site}/tmp/%n\n")
+    assert remove(site) == ""
+    assert names(site / "tmp" / "n1") == []
