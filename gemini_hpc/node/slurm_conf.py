@@ -41,7 +41,7 @@ def _read_file(path: str) -> str:
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(22, "not a file", path)
-        return file.read(MAX_BYTES).decode(errors="replace")
+        return file.read(MAX_BYTES).decode(errors="replace").replace("\0", "?")
 
 
 def read_values(path: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc import clock
-from gemini_hpc.node import boot, ledger
+from gemini_hpc.node import boot
 
 AN_HOUR_S = 3600.0
 
@@ -21,12 +21,13 @@ def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = tmp_path / "spool" / os.uname().nodename.split(".")[0]
     own.mkdir(parents=True)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.setattr(boot, "_MARK", str(tmp_path / "mark"))
     return own
 
 
 def write_state(path: Path, after_boot_s: float) -> None:
     path.write_text("jobs")
-    t = clock.time() - ledger.read_boot_clock_s() + after_boot_s
+    t = boot.read_boot()[1] + after_boot_s
     os.utime(path, (t, t))
 
 
@@ -44,6 +45,62 @@ def test_the_record_of_this_boot_stays(spool: Path) -> None:
     write_state(spool / "cred_state", 1.0)
     assert boot.main() == 0
     assert (spool / "cred_state").exists()
+
+
+def test_a_clock_that_starts_in_the_past_keeps_no_old_record(spool: Path) -> None:
+    """Without a battery for its clock a node boots long before the record was written."""
+    write_state(spool / "cred_state", clock.time() - boot.read_boot()[1] + AN_HOUR_S)
+    assert boot.main() == 0
+    assert not (spool / "cred_state").exists()
+
+
+@pytest.mark.parametrize("set_by_s", [AN_HOUR_S, -AN_HOUR_S])
+def test_a_clock_set_after_the_boot_removes_no_record(spool: Path, set_by_s: float) -> None:
+    """A slurmd that crashes has written its record before the clock was right."""
+    assert boot.main() == 0
+    write_state(spool / "cred_state", 1.0 - set_by_s)
+    assert boot.main() == 0
+    assert (spool / "cred_state").exists()
+
+
+def test_the_mark_of_another_boot_or_container_counts_for_nothing(spool: Path, tmp_path: Path) -> None:
+    assert boot.main() == 0
+    mark = tmp_path / "mark"
+    for other in ("0" + mark.read_text()[1:] + "1", mark.read_text() + "1", ""):
+        mark.write_text(other)
+        write_state(spool / "cred_state", -AN_HOUR_S)
+        assert boot.main() == 0 and not (spool / "cred_state").exists(), other
+
+
+def test_a_spool_that_is_not_there_is_said_and_not_marked(
+    spool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spool.rename(tmp_path / "away")
+    assert boot.main() == 0
+    assert f"no spool here yet: {spool}" in capsys.readouterr().out and not (tmp_path / "mark").exists()
+
+
+def test_each_slurmd_of_a_host_forgets(spool: Path, tmp_path: Path) -> None:
+    """A node's name need not be its host's."""
+    with (tmp_path / "slurm.conf").open("a") as file:
+        file.write(f"NodeName=a[1-2] NodeHostname={os.uname().nodename}\nNodeName=b NodeHostname=other\n")
+    for node in ("a1", "a2", "b"):
+        (tmp_path / "spool" / node).mkdir()
+        write_state(tmp_path / "spool" / node / "cred_state", -AN_HOUR_S)
+    assert boot.main() == 0
+    assert [path.parent.name for path in tmp_path.glob("spool/*/cred_state")] == ["b"]
+
+
+@pytest.mark.parametrize("options", ["-f {}/own.conf -N odd", "-D -Nodd -f{}/own.conf"])
+def test_options_of_slurmds_unit_count(
+    spool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    (tmp_path / "own.conf").write_text(f"SlurmdSpoolDir = {tmp_path}/own/%n\n")
+    (tmp_path / "own" / "odd").mkdir(parents=True)
+    write_state(tmp_path / "own" / "odd" / "cred_state", -AN_HOUR_S)
+    monkeypatch.setenv("SLURMD_OPTIONS", options.format(tmp_path))
+    assert boot.main() == 0
+    assert not (tmp_path / "own" / "odd" / "cred_state").exists()
 
 
 def test_links_and_directories_stay(spool: Path, tmp_path: Path) -> None:
@@ -72,7 +129,7 @@ def test_a_copy_of_slurm_conf_serves_where_slurmctld_sends_it(
 
 def test_without_slurm_conf_a_line_says_what_follows() -> None:
     argv = [sys.executable, "-c", "import sys; from gemini_hpc.node import boot; boot._CONFIGLESS = (); "]
-    argv[2] += "boot._SLURM_CONF = '/nowhere'; sys.exit(boot.main())"
+    argv[2] += "boot._MARK = boot._SLURM_CONF = '/nowhere'; sys.exit(boot.main())"
     environ = {name: value for name, value in os.environ.items() if name != "SLURM_CONF"}
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, env=environ)
     assert done.returncode == 1 and "Traceback" not in done.stderr
