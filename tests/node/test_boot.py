@@ -134,3 +134,13 @@ def test_without_slurm_conf_a_line_says_what_follows() -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, env=environ)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "gemini-hpc: /nowhere: no slurm.conf here" in done.stderr and "unprotected" in done.stderr
+
+
+def test_the_unit_sees_what_slurmds_does() -> None:
+    """slurm.conf may be on a remote file system or in /home, and a spool in /var/tmp."""
+    unit = Path(__file__).parents[2] / "slurm/packaging/files/gemini-hpc-boot.service"
+    lines = [line.partition("=")[::2] for line in unit.read_text().splitlines()]
+    assert ("Before", "slurmd.service") in lines and ("After", "remote-fs.target") in lines
+    for packaged in ("default", "sysconfig"):
+        assert ("EnvironmentFile", f"-/etc/{packaged}/slurmd") in lines
+    assert ("ProtectHome", "yes") not in lines and ("PrivateTmp", "yes") not in lines
