@@ -113,6 +113,14 @@ def check_boot_unit(facts: HostFacts) -> Outcome:
     if not list_unit_files(UNIT):
         raise Unavailable(f"no {UNIT}: see that gemini_hpc.node.boot runs before slurmd (docs/install.md, Steps)")
     wanted = f"{BOOT_UNIT} enabled"
+    masks = [p for d in UNIT_DIRECTORIES if os.path.realpath(p := f"{d}/{BOOT_UNIT}") == os.devnull]
+    if masks:
+        return report_warning(
+            f"{BOOT_UNIT} is masked by {masks[-1]}: a job that runs when this node loses power comes back to it "
+            "unprotected",
+            wanted,
+            f"systemctl unmask {BOOT_UNIT}, and enable it",
+        )
     if any(os.path.lexists(f"{d}/{UNIT}.wants/{BOOT_UNIT}") for d in UNIT_DIRECTORIES):
         return report_ok(wanted)
     return report_warning(

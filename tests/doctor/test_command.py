@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import threading
@@ -243,6 +244,9 @@ def test_the_unit_of_the_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     wants.mkdir()
     (wants / "gemini-hpc-boot.service").symlink_to("/lib/systemd/system/gemini-hpc-boot.service")
     assert check.look(facts).status == "ok"
+    (tmp_path / "gemini-hpc-boot.service").symlink_to(os.devnull)
+    found = check.look(facts)
+    assert found.status == "warning" and found.fix.startswith("systemctl unmask gemini-hpc-boot")
     monkeypatch.setattr(memory, "list_unit_files", lambda unit: [])
     with pytest.raises(Unavailable, match=r"gemini_hpc\.node\.boot runs before slurmd"):
         check.look(facts)
