@@ -79,10 +79,9 @@ def test_a_start_that_lacks_an_agent_is_sent_back(cluster: Cluster, monkeypatch:
     assert job.agrees()
 
 
-@pytest.mark.parametrize("how", ["pmix", "pmi2"])
-def test_a_node_is_cut_and_serves_its_job_again(cluster: Cluster, how: str) -> None:
-    """What Slurm keeps on that node's disk is no obstacle."""
-    job = cut_for_a_while(cluster, how)
+def test_a_node_is_cut_and_serves_its_job_again(cluster: Cluster) -> None:
+    """What PMIx keeps on that node's disk is no obstacle."""
+    job = cut_for_a_while(cluster, "pmix")
     assert job.finish() == wanted(STEPS)
     assert "from memory" in job.said(), job.said()
     steps = [line["step"] for line in job.lines("step")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -95,6 +96,24 @@ def test_node_that_reboots_within_a_second(lite: Lite) -> None:
     job.finish(120)
     last = max(line["restart"] for line in job.lines("resumed"))
     assert last >= 1 and job.resumed(last) > 0 and job.repeated(last) in (0, 1), job.story()
+
+
+def test_a_node_that_boots_again_serves_its_job(lite: Lite, cluster: Cluster) -> None:
+    """The job waits for it. slurmctld no longer ends the job there, so slurmd would know it, and run no prolog."""
+    job = lite()
+    job.reach(10)
+    node = job.hosts()[1]
+    for other in set(cluster.node_names) - set(job.hosts()):
+        cluster.run(["scontrol", "update", f"NodeName={other}", "State=DRAIN", "Reason=test"])
+    cluster.cut_power(node)
+    until(lambda: job.state == "PENDING", 60, what="requeued")
+    time.sleep(40)
+    cluster.restore_power(node)
+    time.sleep(3)  # before 23.11 slurmd runs no prolog of a job that comes back within 2 s of its end on the node
+    cluster.resume(node)
+    job.finish()
+    assert node in job.hosts()
+    assert job.resumed(1) >= 10 and job.repeated(1) in (0, 1), job.story()
 
 
 def test_survivors_on_which_slurm_skips_the_prolog(lite: Lite, cluster: Cluster) -> None:
