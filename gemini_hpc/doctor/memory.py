@@ -121,7 +121,7 @@ def check_boot_unit(facts: HostFacts) -> Outcome:
             wanted,
             f"systemctl unmask {BOOT_UNIT}, and enable it",
         )
-    if any(os.path.lexists(f"{d}/{UNIT}.wants/{BOOT_UNIT}") for d in UNIT_DIRECTORIES):
+    if any(os.path.lexists(f"{d}/multi-user.target.wants/{BOOT_UNIT}") for d in UNIT_DIRECTORIES):
         return report_ok(wanted)
     return report_warning(
         f"{BOOT_UNIT} is not enabled: a job that runs when this node loses power comes back to it unprotected",

@@ -240,7 +240,7 @@ def test_the_unit_of_the_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(memory, "list_unit_files", lambda unit: [f"{tmp_path}/{unit}"])
     found = check.look(facts)
     assert found.status == "warning" and found.fix.startswith("systemctl enable gemini-hpc-boot")
-    wants = tmp_path / "slurmd.service.wants"
+    wants = tmp_path / "multi-user.target.wants"
     wants.mkdir()
     (wants / "gemini-hpc-boot.service").symlink_to("/lib/systemd/system/gemini-hpc-boot.service")
     assert check.look(facts).status == "ok"
