@@ -110,7 +110,7 @@ UNIT_DIRECTORIES = ("/usr/lib/systemd/system", "/lib/systemd/system", "/run/syst
 
 def check_boot_unit(facts: HostFacts) -> Outcome:
     """Check that slurmd forgets the jobs of an earlier boot, whose prologs it would not run again."""
-    if not list_unit_files(UNIT):
+    if not os.path.isdir(SYSTEMD_BOOTED) or not list_unit_files(UNIT):
         raise Unavailable(f"no {UNIT}: see that gemini_hpc.node.boot runs before slurmd (docs/install.md, Steps)")
     wanted = f"{BOOT_UNIT} enabled"
     masks = [p for d in UNIT_DIRECTORIES if os.path.realpath(p := f"{d}/{BOOT_UNIT}") == os.devnull]

@@ -113,7 +113,7 @@ def test_a_node_without_power_is_unreachable_and_comes_back_empty(cluster: Clust
     assert cluster.find_node_pid("n3") != pid
     assert cluster.run(reach).returncode == 0
     left = cluster.exec("n3", ["find", "/dev/shm", "/tmp", "/run/gemini-hpc", "-mindepth", "1"])
-    assert (left.returncode, left.stdout) == (0, "")
+    assert (left.returncode, left.stdout) == (0, "/tmp/file\n"), "as on a disk"
     assert cluster.exec("n3", ["cat", "/proc/sys/kernel/random/boot_id"]).stdout != boot
     with pytest.raises(DevclusterError, match="already on"):
         cluster.restore_power("n3")

@@ -237,6 +237,7 @@ def kill_mode_of(places: tuple[str, ...]) -> tuple[str, str]:
 def test_the_unit_of_the_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts, check = Told(), next(check for check in examine.CHECKS if check.name == "slurm.boot")
     monkeypatch.setattr(memory, "UNIT_DIRECTORIES", (str(tmp_path),))
+    monkeypatch.setattr(memory, "SYSTEMD_BOOTED", str(tmp_path))
     monkeypatch.setattr(memory, "list_unit_files", lambda unit: [f"{tmp_path}/{unit}"])
     found = check.look(facts)
     assert found.status == "warning" and found.fix.startswith("systemctl enable gemini-hpc-boot")
