@@ -11,6 +11,8 @@ import pytest
 
 from gemini_hpc.node import spawn, step_leftovers
 
+pytestmark = pytest.mark.slow  # it gives files to other users
+
 JOB, UID = 42, 5001
 NOSUID_NODEV, MNT_DETACH = 6, 2
 
