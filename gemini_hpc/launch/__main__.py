@@ -90,7 +90,9 @@ def _parse_count(text: str) -> int:
 if __name__ == "__main__":
     outcome = main(sys.argv[1:])
     if isinstance(outcome, int):
-        sys.exit(outcome)
+        # srun and the requeue wait; the interpreter's teardown takes a second with what was imported for the ranks
+        lines.flush_streams()
+        os._exit(outcome)
     try:
         outcome.run()
     except (SystemExit, KeyboardInterrupt) as error:

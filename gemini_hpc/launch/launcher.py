@@ -139,8 +139,12 @@ class Launcher:
 
     def _attend(self, rank: RankProcess) -> int | None:
         """Wait until this attempt is over; return the exit status, or None if another attempt begins."""
+        looked = clock.monotonic()
         while True:
             state = self._wait_for_message(rank)
+            if self._signals.was_asked_since(looked) and self._has_dead_node():
+                self._signals.hurry()
+            looked = clock.monotonic()
             self._signals.pass_on(rank.pid)
             self._report.flush()
             self._failed_at = clock.time()
@@ -315,6 +319,11 @@ class Launcher:
                 _say(f"rank {self._rank}: waiting before another attempt: {why}")
             clock.sleep(HEALTHY_LOOK_S)
         return False
+
+    def _has_dead_node(self) -> bool:
+        """Return whether Slurm ends the step because of a dead node that no spare replaces."""
+        verdict = ask_verdict(self._path, 0.5)
+        return verdict is not None and bool(verdict.dead) and not verdict.spared
 
     def _ask_reached(self) -> Reached | None:
         verdict = ask_verdict(self._path)

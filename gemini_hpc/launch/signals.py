@@ -22,6 +22,7 @@ ENDING = frozenset((signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 # A process that ends this soon (seconds) after a signal has ended because of it.
 SIGNAL_EFFECT_S = 60.0
 LATER_S = 1.0  # by then a signal to all processes of the step has reached the last one
+SOON_S = 0.2  # the same on a quiet node
 _PR_SET_PDEATHSIG = 1
 
 
@@ -128,6 +129,11 @@ class Signals:
             with suppress(BlockingIOError):
                 os.read(self.fd, 256)
         return max(0.0, self._due[0][1] - clock.monotonic()) if self._due else None
+
+    def hurry(self) -> None:
+        """Pass the signals on within `SOON_S`: the job waits for the step's end."""
+        soon = clock.monotonic() + SOON_S
+        self._due = [(number, min(due, soon)) for number, due in self._due]
 
     def pass_on(self, pid: int) -> None:
         """Send the rank each signal that has reached this process but not the rank."""

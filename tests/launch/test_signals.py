@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from waiting import until
 
-from gemini_hpc.launch.signals import LATER_S
+from gemini_hpc import clock
+from gemini_hpc.launch import launcher
+from gemini_hpc.launch.signals import LATER_S, SOON_S, Signals
+from gemini_hpc.wire import local
 
 pytestmark = pytest.mark.slow
 
@@ -112,3 +116,29 @@ def test_a_launcher_that_ends_keeps_its_status() -> None:
         "raise SystemExit(7)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 7
+
+
+def test_a_signal_is_passed_on_sooner_where_the_job_waits() -> None:
+    signals = Signals()
+    signals._due = [(signal.SIGUSR1, clock.monotonic() - 1.0), (signal.SIGTERM, clock.monotonic() + LATER_S)]
+    signals.hurry()
+    (first, _), (second, due) = signals._due
+    assert (first, second) == (signal.SIGUSR1, signal.SIGTERM)
+    assert due <= clock.monotonic() + SOON_S
+    assert signals.compute_wait_s() == 0.0, "what is due stays due"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "waits"),
+    [
+        (local.Verdict(dead=("n2",)), True),  # Slurm ends the step, and its requeue waits for that
+        (local.Verdict(dead=("n2",), spared=True), False),  # the step goes on with a spare
+        (local.Verdict(suspect=("n2",)), False),
+        (None, False),
+    ],
+)
+def test_the_job_waits_where_a_node_is_dead(
+    monkeypatch: pytest.MonkeyPatch, verdict: local.Verdict | None, waits: bool
+) -> None:
+    monkeypatch.setattr(launcher, "ask_verdict", lambda *_: verdict)
+    assert launcher.Launcher("/agent.sock", {}, 0, cast(Any, None), cast(Any, None))._has_dead_node() is waits
