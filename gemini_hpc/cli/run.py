@@ -52,7 +52,8 @@ def register(verbs: frame.Verbs) -> None:
         description="Run COMMAND (usually srun ...) in a batch script. If it fails while all nodes of the job are "
         "healthy, start it again at once: every rank resumes from the replicas in memory. Restart only once if "
         "no newer version was sealed in between, or if it fails at the same place again. If a node is dead, wait "
-        "60 s for Slurm to requeue the job, then request it. A command that a signal has ended is not repeated.",
+        "60 s for Slurm to requeue the job, then request it. Requeue a restarted job that lacks an agent and would "
+        "lose saved steps, once. A command that a signal has ended is not repeated.",
         epilog="Exit status: that of the last COMMAND; 75 for a dead node and no requeue in time.",
     )
     parser.add_argument(

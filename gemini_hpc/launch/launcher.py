@@ -142,9 +142,10 @@ class Launcher:
         looked = clock.monotonic()
         while True:
             state = self._wait_for_message(rank)
+            now = clock.monotonic()
             if self._signals.was_asked_since(looked) and self._has_dead_node():
                 self._signals.hurry()
-            looked = clock.monotonic()
+            looked = now  # a signal that arrives during the question counts in the next turn
             self._signals.pass_on(rank.pid)
             self._report.flush()
             self._failed_at = clock.time()

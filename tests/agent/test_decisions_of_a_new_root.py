@@ -1,4 +1,4 @@
-"""What an agent does with the decisions of the root, also of one that has been started again."""
+"""An agent carries out the decisions of the root, also of a root that was started again."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Net:
         self.agents = {host: Agent(self, rank) for rank, host in enumerate(HOSTS)}
 
     def carry(self, for_s: float = 0.0) -> None:
-        """What is on its way arrives, and so much time goes by."""
+        """Deliver the messages on their way, and let so much time go by."""
         while ready := [way for way, sent in self.links.items() if sent and way not in self.late]:
             for a, b in ready:
                 self.agents[b].told(a, self.links[a, b].popleft())

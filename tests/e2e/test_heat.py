@@ -69,7 +69,7 @@ def cut_for_a_while(cluster: Cluster, how: str) -> Heat:
 
 
 def test_a_start_that_lacks_an_agent_is_sent_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a site without the unit gemini-hpc-boot slurmd runs no prolog. `gemini-hpc run` does not begin anew."""
+    """slurmd runs no prolog at a site without the unit gemini-hpc-boot. `gemini-hpc run` does not begin anew."""
     monkeypatch.setattr(services, "run_boot_program", lambda *_: None)
     job = cut_for_a_while(cluster, "pmi2")
     assert job.finish() == wanted(STEPS)
@@ -80,7 +80,7 @@ def test_a_start_that_lacks_an_agent_is_sent_back(cluster: Cluster, monkeypatch:
 
 
 def test_a_node_is_cut_and_serves_its_job_again(cluster: Cluster) -> None:
-    """What PMIx keeps on that node's disk is no obstacle."""
+    """PMIx's files on that node's disk are no obstacle."""
     job = cut_for_a_while(cluster, "pmix")
     assert job.finish() == wanted(STEPS)
     assert "from memory" in job.said(), job.said()

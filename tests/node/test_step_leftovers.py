@@ -1,4 +1,4 @@
-"""What steps of a lost node left on its disk goes before the job's next step, and nothing else does."""
+"""The prolog removes the files of a lost node's steps before the job's next step, and nothing else."""
 
 from __future__ import annotations
 
