@@ -177,7 +177,9 @@ class Calm:
         ended = now - (site.ctld.now - job.end)
         late = site.ctld.now - job.pending_since > site.settings.retention_s
         unsaved = bool(site.trainings[job.raw_id].tier[0]) and late and site.tier_well_since > ended - 1.0
-        if job.restarts and (alone or unsaved):
+        # Agents hold a failed job's memory for the retention time, counted from its end.
+        let_go = job.pending_since - job.end > site.settings.retention_s
+        if job.restarts and (alone or unsaved or let_go):
             self.out_of_reach.add(job.raw_id)
         else:
             self.out_of_reach.discard(job.raw_id)

@@ -277,7 +277,9 @@ class Job:
             self.sealed = version
         elif self.moves and len(self.launches) > 1 and version < self.launches[-2].trained:
             raise Wrong(f"{launch.step} repeats a step, and no node has failed: a planned move")
-        elif len(self.launches) > 1 and not (before := self.launches[-2]).unsure and before.trained > version + 1:
+        elif len(self.launches) < 2 or (before := self.launches[-2]).unsure or before.step in self.unprotected:
+            return  # nothing was promised of what that launch has trained
+        elif before.trained > version + 1:
             raise Wrong(f"repeated: {launch.step} resumes from {version}, {before.step} had come to {before.trained}")
 
     def _gone(self, holders: tuple[Node, ...], late: float, left: frozenset[str]) -> bool:
