@@ -15,6 +15,7 @@ from gemini_hpc.doctor import installation, plugin
 from gemini_hpc.doctor.facts import Configuration, SlurmRelease, read_text, run_program
 from gemini_hpc.doctor.finding import Unavailable
 from gemini_hpc.doctor.installation import SCRIPTS
+from gemini_hpc.node import slurm_conf as files
 from gemini_hpc.slurm import SlurmError, find_tool
 
 DROP_IN = "/usr/share/gemini-hpc/plugstack.conf.d/gemini-hpc.conf"  # in the plugin's package
@@ -22,7 +23,6 @@ _USUAL_PLUGIN_DIRS = ("/usr/lib/*/slurm-wlm", "/usr/lib64/slurm", "/usr/lib/slur
 _LONGEST_WAIT_S = 60.0  # Slurm's default for UnkillableStepTimeout
 _SEVERAL_LINES = (24, 11)  # seen to run each Prolog= and Epilog= line; 22.05 runs the last one only
 _VERSION_TIMEOUT_S = 10.0  # a command that asks nobody, on a busy host
-_MAX_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def read_slurm_conf(path: str, release: SlurmRelease | None) -> Configuration:
     """
     values: dict[str, str] = {}
     several = runs_every_line(release)
-    for name, value in _read_assignments(path, set()):
-        key = _KEYS.get(name.lower(), name)
+    for name, value in files.parse_pairs(files.read_text(path)):
+        key = _KEYS.get(name, name)
         if key in ("Prolog", "Epilog"):
             key += f"[{sum(k.startswith(f'{key}[') for k in values)}]" if several else ""
             values[key] = os.path.join(os.path.dirname(path), value) if value else ""
@@ -77,21 +77,6 @@ def runs_every_line(release: SlurmRelease | None) -> bool:
 
 _NAMES = ("PrologFlags", "Prolog", "Epilog", "PlugStackConfig", "JobRequeue", "UnkillableStepTimeout", "PluginDir")
 _KEYS = {name.lower(): name for name in _NAMES}
-
-
-def _read_assignments(path: str, seen: set[str]) -> Iterator[tuple[str, str]]:
-    if path in seen or len(seen) >= _MAX_FILES:
-        return
-    seen.add(path)
-    for line in read_text(path).replace("\\\n", " ").splitlines():
-        words = line.partition("#")[0].split(maxsplit=1)
-        if len(words) == 2 and words[0].lower() == "include":
-            for included in sorted(glob.glob(os.path.join(os.path.dirname(path), words[1].strip()))):
-                yield from _read_assignments(included, seen)
-            continue
-        name, equals, value = line.partition("#")[0].partition("=")
-        if equals and " " not in name.strip():
-            yield name.strip(), value.strip().strip('"')
 
 
 def list_needs(slurm_conf: str, release: SlurmRelease | None) -> list[Need]:

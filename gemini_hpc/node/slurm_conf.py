@@ -1,4 +1,4 @@
-"""Reader of slurm.conf and its like for root's programs on a node, which call no Slurm command."""
+"""Reader of slurm.conf and its like as files, for programs that call no Slurm command."""
 
 from __future__ import annotations
 
@@ -53,9 +53,14 @@ def read_values(path: str) -> dict[str, str]:
     return parse_values(read_text(path))
 
 
+def parse_pairs(text: str) -> list[tuple[str, str]]:
+    """Return the pairs of key and value in the text of one of Slurm's files, in order; keys are lower-cased."""
+    return [pair for _, line in conf_text.split_lines(text) for pair in conf_text.read_pairs(line)]
+
+
 def parse_values(text: str) -> dict[str, str]:
     """Return the last value of each key in the text of one of Slurm's files; keys are lower-cased."""
-    return {key: value for _, line in conf_text.split_lines(text) for key, value in conf_text.read_pairs(line)}
+    return dict(parse_pairs(text))
 
 
 def find_spool(values: dict[str, str], node: str) -> str:
