@@ -46,18 +46,23 @@ class Witness:
         self._owner = os.getpid()
         self._got, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._seen: list[int] = []
+        self._waited: list[int] = []  # signals found waiting for the child, which it has not reported yet
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SENT)  # an early signal would end the child
         self._pid = os.fork()
         if self._pid == 0:
-            self._watch(self._owner, write_end)
+            self._watch(self._owner, write_end, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.close(write_end)
 
     @staticmethod
-    def _watch(parent: int, write_end: int) -> NoReturn:
+    def _watch(parent: int, write_end: int, blocked: set[int]) -> NoReturn:
         """Run as the child, which keeps no descriptor of its parent except the pipe."""
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             for number in SENT:
-                signal.signal(number, lambda number, _: os.write(write_end, bytes([number])))
+                signal.signal(number, lambda *_: None)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             null = os.open(os.devnull, os.O_RDWR)
             for fd in range(3):
                 os.dup2(null, fd)
@@ -69,13 +74,31 @@ class Witness:
             os._exit(0)
 
     def has_got(self, number: int) -> bool:
-        """Return whether this signal has reached the child; each signal is reported once."""
+        """Return whether this signal has reached the child; each signal is reported once.
+
+        On a busy node the child may not have run since: then the signal waits for it in the kernel.
+        """
+        waits = self._is_pending(number)  # before the pipe is read: afterwards the child may have handled it
         with suppress(BlockingIOError):
             self._seen += os.read(self._got, 256)
-        if number not in self._seen:
+        for late in [late for late in self._waited if late in self._seen]:
+            self._waited.remove(late)
+            self._seen.remove(late)
+        if number in self._seen:
+            self._seen.remove(number)
+            return True
+        if waits and number not in self._waited:
+            self._waited.append(number)
+            return True
+        return False
+
+    def _is_pending(self, number: int) -> bool:
+        try:
+            with open(f"/proc/{self._pid}/status", encoding="ascii", errors="replace") as file:
+                masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigPnd:", "ShdPnd:"))]
+        except OSError:
             return False
-        self._seen.remove(number)
-        return True
+        return any(mask >> (number - 1) & 1 for mask in masks)
 
     def close(self) -> None:
         """End the child; a fork of this process only closes its descriptor."""
@@ -111,6 +134,8 @@ class Signals:
         """
         self.fd, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._witness = Witness()
+        # Python runs a handler only after a wait that a signal may have come just too early to interrupt.
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         for number in SENT:
             signal.signal(number, self._on_signal)
 
@@ -120,8 +145,6 @@ class Signals:
         if number in ENDING:
             self.asked = self.last
         self._due.append((number, now + LATER_S))
-        with suppress(BlockingIOError):
-            os.write(self._wake, b"!")
 
     def compute_wait_s(self) -> float | None:
         """Return the seconds until `pass_on` has a signal to send, or None if none arrived."""
@@ -163,6 +186,7 @@ class Signals:
     def close(self) -> None:
         """Close descriptors and the witness; also called in a fork of this process."""
         if self._witness is not None:
+            signal.set_wakeup_fd(-1)
             os.close(self.fd)
             os.close(self._wake)
             self._witness.close()

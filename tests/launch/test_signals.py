@@ -16,7 +16,7 @@ from waiting import until
 
 from gemini_hpc import clock
 from gemini_hpc.launch import launcher
-from gemini_hpc.launch.signals import LATER_S, SOON_S, Signals
+from gemini_hpc.launch.signals import LATER_S, SOON_S, Signals, Witness
 from gemini_hpc.wire import local
 
 pytestmark = pytest.mark.slow
@@ -65,6 +65,11 @@ class Step:
     def got(self) -> list[str]:
         return self.log.read_text().split() if self.log.exists() else []
 
+    @property
+    def witness(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next(int(pid) for pid in children if int(pid) != self.rank)
+
     def close(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -90,9 +95,36 @@ def test_each_signal_reaches_the_rank_once(step: Step, send: Callable[[Step, sig
     assert step.got() == wanted
 
 
+def test_a_signal_reaches_the_rank_once_where_the_witness_has_not_run(step: Step) -> None:
+    """A process that is stopped stands for one that a busy node does not run: signals wait for both."""
+    for times in (1, 2):
+        os.kill(step.witness, signal.SIGSTOP)
+        until(
+            lambda: "T (stopped)" in Path(f"/proc/{step.witness}/status").read_text(), 10, what="the witness stopped"
+        )
+        step.everywhere(signal.SIGUSR1)
+        until(lambda times=times: len(step.got()) >= times, 10, what="the signal at the rank")  # type: ignore[misc]
+        time.sleep(LATER_S + 0.5)  # for one that would come twice
+        os.kill(step.witness, signal.SIGCONT)
+        time.sleep(0.5)  # the witness reports late
+        assert step.got() == ["SIGUSR1"] * times
+    step.alone(signal.SIGUSR1)
+    until(lambda: len(step.got()) == 3, 10, what="the signal that the launcher alone got")
+
+
+def test_a_signal_that_comes_before_the_witness_is_ready() -> None:
+    witness = Witness()
+    try:
+        os.kill(witness._pid, signal.SIGUSR1)
+        until(lambda: witness.has_got(signal.SIGUSR1), 10, what="the signal reported")
+        os.kill(witness._pid, signal.SIGUSR2)
+        until(lambda: witness.has_got(signal.SIGUSR2), 10, what="another one: the witness lives")
+    finally:
+        witness.close()
+
+
 def test_nothing_is_left_when_the_launcher_dies(step: Step) -> None:
-    children = Path(f"/proc/{step.process.pid}/task/{step.process.pid}/children").read_text().split()
-    witness = next(pid for pid in children if int(pid) != step.rank)
+    witness = step.witness
     os.kill(step.process.pid, signal.SIGKILL)
     until(
         lambda: not Path(f"/proc/{witness}/cmdline").exists() or not Path(f"/proc/{witness}/cmdline").read_bytes(), 10
