@@ -58,7 +58,10 @@ def train(cluster: Cluster) -> Iterator[Train]:
         return Training(cluster, cluster.submit_job([*fixed, *options, str(directory / "own.sh")]), directory)
 
     yield submit
+    lost = [node for node in cluster.node_names if not cluster.is_on(node)]
     cluster.restore()
+    for node in lost:  # its disk outlives a power cut; sites clear /tmp at a boot, or by age
+        cluster.exec(node, ["sh", "-c", "rm -r /tmp/gemini-hpc-*"])
     left = ["sh", "-c", "pgrep -u alice -af gemini_hpc; ls -d /tmp/gemini* /dev/shm/* 2>/dev/null"]
     for node in cluster.node_names:
         until(lambda node=node: not cluster.exec(node, left).stdout, 20, what=f"nothing left on {node}")
