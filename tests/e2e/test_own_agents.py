@@ -102,12 +102,18 @@ def test_a_node_is_lost_and_a_spare_takes_its_place(train: Train, reference: Ref
     assert job.cluster.read_job(job.id)["Restarts"] == "0" and job.repeated() <= LOST_STEPS, job.output()
 
 
+def await_requeue(job: Training) -> None:
+    """Wait until the first incarnation has ended. The job then waits, or has begun again at once."""
+    until(lambda: job.cluster.read_job(job.id).get("Restarts") == "1", 90, what=f"requeued\n{job.output()}")
+    until(lambda: job.state != "COMPLETING", 60, what="nothing of it runs")
+
+
 def test_the_owner_requeues_the_job(train: Train, reference: Reference, cluster: Cluster, tier: Path) -> None:
     wanted = reference()
     job = train(tier=str(tier))
     job.reach(CUT_AT)
     assert cluster.run(["scontrol", "requeue", str(job.id)], user="alice").returncode == 0
-    until(lambda: job.state == "PENDING", 60, what="the job waits")
+    await_requeue(job)
     assert saved(tier, job), "the last version is on the tier before Slurm's grace is over"
     cluster.run(["scontrol", "update", f"jobid={job.id}", "StartTime=now"])
     job.finish()
@@ -121,8 +127,7 @@ def test_a_node_is_lost_without_a_spare(train: Train, reference: Reference, clus
     job = train("--no-kill", tier=str(tier))
     job.reach(CUT_AT)
     cluster.cut_power(job.hosts()[1])
-    until(lambda: cluster.read_job(job.id).get("Restarts") == "1", 90, what=f"requeued\n{job.output()}")
-    until(lambda: job.state == "PENDING", 60, what="the job waits")
+    await_requeue(job)
     assert saved(tier, job)
     cluster.run(["scontrol", "update", f"jobid={job.id}", "StartTime=now"])
     job.finish()
