@@ -83,6 +83,7 @@ class ControllerLink:
         self._without: tuple[str, ...] = ()  # as last registered
         self._finished: bool | None = None  # as last registered
         self._died: set[str] = set()  # peers ever reported
+        self._silent_since: dict[str, float] = {}  # Unix times at which peers were found silent that still are
         # nodes that the job goes on without; those of them that are reported, and until when (monotonic)
         self._lost: tuple[tuple[str, ...], tuple[str, ...], float] = ((), (), 0.0)
         self.refused_at = 0.0  # when the last unsuccessful round of calls began (monotonic)
@@ -171,7 +172,8 @@ class ControllerLink:
             job, restart = self._identity.job, self._membership.restart
             self._reported_silent.add(host)
             self._died.add(host)
-            self._link.send(controller.Report(job, restart, host, witnesses, clock.time()))
+            since = self._silent_since.get(host, clock.time())
+            self._link.send(controller.Report(job, restart, host, witnesses, since))
 
     async def find_holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
         """Return the hosts, with ports, of agents of a job, as far as the controller knows.
@@ -199,10 +201,13 @@ class ControllerLink:
 
     def beat(self, now: float) -> None:
         """Send a sign of life, and report peers that are still silent or are back. Called a few times a second."""
+        incarnation = self._membership.incarnation
+        if incarnation is not None:  # whether or not a controller is there to hear of it
+            silent = incarnation.mesh.dead | incarnation.view.lost
+            self._silent_since = {host: self._silent_since.get(host, clock.time()) for host in silent}
         if self._link is None:
             return
         self._link.send(peer.Ping())
-        incarnation = self._membership.incarnation
         if incarnation is not None:
             without = incarnation.attach.lost if incarnation.live else ()
             is_reported = (without, self._listener.finished) == (self._without, self._finished)

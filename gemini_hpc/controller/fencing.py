@@ -26,8 +26,8 @@ from gemini_hpc.slurm.facts import (
 
 WITNESSES = 2
 REACH_SHARE = 0.9
-REBOOT_WINDOW_S = 60.0  # slurmd may have started this long before the report and still count as a reboot
-END_WINDOW_S = 30.0  # a script that ended this long before the report may have ended because of the failure
+REBOOT_WINDOW_S = 60.0  # slurmd may have started this long before the silence and still count as a reboot
+END_WINDOW_S = 30.0  # a script that ended this long before the silence was found may have ended because of it
 REASON = "gemini-hpc: no answer from slurmd and agent"  # prefix of the Reason of nodes that we have set DOWN
 
 
@@ -93,6 +93,7 @@ class Case:
         job: The job in Slurm; None if Slurm no longer knows it.
         kernel: Behavior of ports without a listener.
         silent_s: Time for which slurmd, agent and kernel have all been silent.
+        found_at: Unix time at which the job's agents found the node silent.
         slurmd_before: Start of the node's slurmd, as Slurm had it when the incarnation began; 0.0: not known.
         fenced: Nodes fenced in the window, without this one.
         budget: Nodes that may be fenced in the window.
@@ -119,7 +120,7 @@ class Case:
     agent_silent_s: float
     is_agent_linked: bool
     slurmd_before: float
-    reported_at: float
+    found_at: float
     strangers: frozenset[int]
     others_reached: int
     others_asked: int
@@ -177,8 +178,8 @@ def _find_report_veto(case: Case, job: Job) -> str:
         if job.state in CUT_SHORT:
             # Survivors raise and end the script before the failure is detected; a job that ended by itself stays
             # ended.
-            recent = case.reported_at - job.end_time <= END_WINDOW_S
-            return "" if recent else f"the job had ended {job.state} long before the report"
+            recent = case.found_at - job.end_time <= END_WINDOW_S
+            return "" if recent else f"the job had ended {job.state} long before the node fell silent"
         return f"the job is {job.state}"
     if job.restarts == case.restart + 1:
         return "" if job.state in (PENDING, COMPLETING) else f"the job is {job.state} again"
@@ -208,7 +209,7 @@ def _has_rebooted(case: Case, job: Job) -> bool:
         return False
     if case.slurmd_before and node.boot_time > case.slurmd_before:
         return True
-    return node.slurmd_start >= case.reported_at - REBOOT_WINDOW_S
+    return node.slurmd_start >= case.found_at - REBOOT_WINDOW_S
 
 
 def _is_agent_alive(case: Case) -> bool:

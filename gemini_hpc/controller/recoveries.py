@@ -30,6 +30,7 @@ log = logging.getLogger("gemini_hpc.controller")
 MAX_LATER = 512  # per user
 RETRY_S = 1.0  # pause before Slurm is queried again
 GIVE_UP_S = 600.0  # seconds of refusals by Slurm; its silence does not count
+SILENT_MOST_S = 600.0  # a node that was silent for longer counts as silent for so long; a failover takes less
 SPEAK_S = 10.0  # time within which an agent that has lost its controller connects to the next one
 COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0  # pause of an incarnation after a recovery; it doubles each time
 
@@ -105,9 +106,11 @@ class Recoveries(RecoveryContext):
             return
         said_by = {reporter, *message.witnesses} & set(track.list_members(message.restart))
         track.witnesses.record_witnesses(message.restart, message.host, said_by, clock.monotonic())
-        self._handle_report(track, message.restart, message.host, said_by)
+        now = clock.time()  # an agent's clock may be wrong
+        since = min(now, max(now - SILENT_MOST_S, message.t))
+        self._handle_report(track, message.restart, message.host, said_by, since)
 
-    def _handle_report(self, track: Track, restart: int, host: str, said_by: set[str]) -> None:
+    def _handle_report(self, track: Track, restart: int, host: str, said_by: set[str], since: float) -> None:
         key = (track.raw_id, restart)
         if self._is_over or f"{track.raw_id}.{restart}" in self._resuming:
             return
@@ -115,15 +118,17 @@ class Recoveries(RecoveryContext):
         if recovery is None:
             pause_s = self._cool.get(key, (0.0, 0.0))[0] - clock.monotonic()
             if pause_s > 0:
-                self._handle_later(track, restart, host, said_by, pause_s)
+                self._handle_later(track, restart, host, said_by, since, pause_s)
                 return
             begun = self._active[key] = Recovery(self, track, restart)
-            begun.accept_report(host, said_by)
+            begun.accept_report(host, said_by, since)
             self._start(f"recovery {begun.key}", lambda: self._run(key, begun), begun.on_task_death)
         elif not recovery.is_acting:
-            recovery.accept_report(host, said_by)
+            recovery.accept_report(host, said_by, since)
 
-    def _handle_later(self, track: Track, restart: int, host: str, said_by: set[str], pause_s: float) -> None:
+    def _handle_later(
+        self, track: Track, restart: int, host: str, said_by: set[str], since: float, pause_s: float
+    ) -> None:
         """Handle a report of the pause after the pause: its sender may not repeat it."""
         what = (track.user_id, track.raw_id, restart, host)
         if what in self._later or sum(w[0] == track.user_id for w in self._later) >= MAX_LATER:
@@ -132,7 +137,7 @@ class Recoveries(RecoveryContext):
 
         def retry() -> None:
             self._later.discard(what)
-            self._handle_report(track, restart, host, said_by)
+            self._handle_report(track, restart, host, said_by, since)
 
         asyncio.get_running_loop().call_later(pause_s + 0.01, retry)
 

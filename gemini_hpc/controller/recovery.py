@@ -100,10 +100,16 @@ class Recovery(ActiveRecovery):
         """Log that a task of this recovery died of a fault of ours. The task is restarted."""
         self.log_event("task_died", "", why)
 
-    def accept_report(self, host: str, witnesses: set[str]) -> None:
-        """Accept a report. The first report about a host starts its probes."""
+    def accept_report(self, host: str, witnesses: set[str], since: float) -> None:
+        """Accept a report. The first report about a host starts its probes.
+
+        Args:
+            host: The silent host.
+            witnesses: The hosts that could not reach it.
+            since: Unix time at which it was found silent.
+        """
         if host not in self.suspects and len(self.suspects) < MAX_SUSPECTS:
-            self.suspects[host] = Suspect(host)
+            self.suspects[host] = Suspect(host, found_at=since)
             self.log_event("detected", host, f"reported by {','.join(sorted(witnesses))}")
 
     async def run(self) -> None:
@@ -213,7 +219,7 @@ class Recovery(ActiveRecovery):
             agent_silent_s=seen.agent_silent_s if seen else 0.0,
             is_agent_linked=agent is not None and agent.link.last_heard > max(suspect.since, lately),
             slurmd_before=track.find_slurmd_start(self.restart, host),
-            reported_at=suspect.reported_at,
+            found_at=suspect.found_at,
             strangers=frozenset(strangers),
             others_reached=home.reach.reached,
             others_asked=home.reach.asked,

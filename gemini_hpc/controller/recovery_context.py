@@ -40,7 +40,7 @@ class Suspect:
     host: str
     claim: Claim = Claim.REPORTED
     since: float = field(default_factory=clock.monotonic)
-    reported_at: float = field(default_factory=clock.time)
+    found_at: float = field(default_factory=clock.time)  # Unix time at which it was found silent
     seen: probe.ProbeHistory | None = None
     node: Node | None = None  # as Slurm had it at the last judgement
     left: Veto | None = None  # the last reported reason for leaving it to Slurm
@@ -148,12 +148,15 @@ class RecoveryContext:
         return hosts | found
 
     def list_protected(self, user_id: int) -> set[str]:
-        """Return the nodes of other owners' protected jobs that run or are on their way back."""
+        """Return the nodes of other owners' protected jobs that run or are on their way back.
+
+        A controller that has just started does not know the state of the jobs on its disk: these count as running.
+        """
         found: set[str] = set()
         for track in self.registry.jobs.values():
             if track.user_id == user_id or not track.stored.allocations or track.stored.ended_at:
                 continue
-            runs = track.job is not None and track.job.state in (RUNNING, CONFIGURING, COMPLETING, "SUSPENDED")
+            runs = track.job is None or track.job.state in (RUNNING, CONFIGURING, COMPLETING, "SUSPENDED")
             if runs or self.is_active(track.raw_id):
                 found |= set(track.list_members(max(track.stored.allocations)))
         return found

@@ -47,6 +47,7 @@ class Report(Message, frozen=True, tag="report"):
 
     Attributes:
         witnesses: Peers that could not reach the host either.
+        t: Unix time at which the agent found the host silent, which may be long before this controller began.
     """
 
     job: Job

@@ -32,6 +32,27 @@ def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: li
     assert [m.host for m in sent if isinstance(m, Report)] == hosts
 
 
+def test_a_new_controller_hears_since_when_the_node_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose script has ended since is sent back only if the node was lost about then."""
+    membership, sent, now = Membership(), list[Any](), 1000.0
+    monkeypatch.setattr(controller_link.clock, "time", lambda: now)
+    mesh = SimpleNamespace(dead={"n2"})
+    view, attach = View(("n1", "n2")), Attach(7, 0, "n[1-2]", "n1", 2)
+    incarnation: Any = SimpleNamespace(restart=0, mesh=mesh, view=view, attach=attach, live=True, hosts=view.hosts)
+    membership.incarnation = incarnation
+    listener: Any = SimpleNamespace(should_report_deaths=lambda now: True, finished=None, rescuing=False)
+    mine = ControllerLink(made_context(membership), listener)
+    mine.beat(0.0)  # no controller is there
+    now = 1090.0
+    mine._link, mine._reported = SimpleNamespace(send=sent.append), -controller_link._REPEAT_S - 1.0  # type: ignore[assignment]
+    mine.beat(0.0)
+    mesh.dead = set()  # it is back
+    mine.beat(1.0)
+    mesh.dead = {"n2"}
+    mine.beat(controller_link._REPEAT_S + 1.0)
+    assert [m.t for m in sent if isinstance(m, Report)] == [1000.0, 1090.0]
+
+
 def test_the_controller_hears_whether_the_training_has_finished() -> None:
     membership, sent = Membership(), list[Any]()
     view, attach, mesh = View(("n1", "n2")), Attach(7, 0, "n[1-2]", "n1", 2), SimpleNamespace(dead=set())

@@ -48,7 +48,7 @@ DEAD = Case(
     agent_silent_s=6.0,
     is_agent_linked=False,
     slurmd_before=1000.0,
-    reported_at=JOB.start_time + 500,
+    found_at=JOB.start_time + 500,
     strangers=frozenset(),
     others_reached=2,
     others_asked=2,
@@ -178,7 +178,7 @@ def test_every_combination_of_what_slurm_says_of_the_job() -> None:
             slurmd=port,
             state=state,
             restarts=restarts,
-            end_time=DEAD.reported_at - 3,
+            end_time=DEAD.found_at - 3,
             **odd,
         )
         verdict = judge_case(tried)
@@ -264,13 +264,13 @@ def test_reboot() -> None:
     assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=REBOOTED)).act is Act.REQUEUE
     assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=REBOOTED, agent_silent_s=1.0)).act is Act.WAIT
     assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=REBOOTED, state="COMPLETING")).act is Act.WAIT
-    long_ago = dataclasses.replace(NODE, slurmd_start=DEAD.reported_at - 300)
+    long_ago = dataclasses.replace(NODE, slurmd_start=DEAD.found_at - 300)
     assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=long_ago)).act is Act.WAIT
 
 
 def test_a_reboot_that_nobody_looked_at_counts_however_long_ago() -> None:
     """The job was suspended meanwhile. A slurmd that alone was started anew takes no agent with it."""
-    start, before = DEAD.reported_at - 300, DEAD.reported_at - 5000
+    start, before = DEAD.found_at - 300, DEAD.found_at - 5000
     booted = dataclasses.replace(NODE, slurmd_start=start, boot_time=start - 20)
     alone = dataclasses.replace(NODE, slurmd_start=start, boot_time=before - 100)
     assert judge_case(case(slurmd=Port.ANSWERS, slurm_node=booted, slurmd_before=before)).act is Act.REQUEUE

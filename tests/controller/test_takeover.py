@@ -529,3 +529,37 @@ def test_the_locks_are_kept_until_all_work_has_ended(tmp_path: Path, monkeypatch
         acquire_lock(lock).close()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "counts_s"),
+    [(90.0, 90.0), (1e6, recoveries.SILENT_MOST_S), (-50.0, 0.0)],
+    ids=["before this controller began", "a wrong clock", "a clock that is ahead"],
+)
+def test_a_node_counts_as_silent_since_its_job_found_it_so(
+    tmp_path: Path, seen: dict[str, ProbeResult], ago_s: float, counts_s: float
+) -> None:
+    async def work() -> None:
+        home = make(tmp_path, Reserving())
+        track, now = home.registry.track_job(JOB), time.time()
+        home.accept_report(track, "n1", Report(JOB.raw_id, JOB.restarts, "n2", ("n3",), now - ago_s))
+        (recovery,) = home._active.values()
+        assert recovery.suspects["n2"].found_at == pytest.approx(now - counts_s, abs=5.0)
+        home.cancel()
+
+    asyncio.run(work())
+
+
+def test_nodes_of_a_job_that_has_not_been_read_yet_are_no_candidates(tmp_path: Path) -> None:
+    """A controller that has just started knows from its disk that the job is protected, and where."""
+
+    async def work() -> None:
+        home = make(tmp_path, Reserving())
+        home.registry.track_job(JOB).write_entry()
+        home.cancel()
+        again = make(tmp_path, Reserving())
+        assert again.list_protected(JOB.user_id + 1) == {"n1", "n2", "n3"}
+        assert again.list_protected(JOB.user_id) == set()
+        again.cancel()
+
+    asyncio.run(work())
