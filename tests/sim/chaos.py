@@ -96,16 +96,7 @@ class Chaos:
 
     def _hang(self) -> None:
         name, lasts = self.site.victim(), self.rng.uniform(1.0, 25.0)
-        self.site.tell(f"{name} hangs for {lasts:.1f} s")
-        stopped = [p for p in self.site.nodes[name].processes if p.alive]
-        for process in stopped:
-            process.stop()
-
-        def go_on() -> None:
-            for process in stopped:
-                process.resume()
-
-        self.site.at(lasts, go_on)
+        self.site.hang(name, lasts)
 
     def _slurmd(self) -> None:
         name = self.site.victim()

@@ -199,27 +199,11 @@ def hangs(seed: int) -> Site:
     site = Site(seed)
 
     def stop() -> None:
-        _hang(site, site.victim(), site.rng.uniform(8.0, 25.0), lambda: site.at(20.0, lambda: site.last(5)))
+        site.hang(site.victim(), site.rng.uniform(8.0, 25.0), lambda: site.at(20.0, lambda: site.last(5)))
 
     site.when_trained(5, stop)
     site.checks.append(lambda: _nobody_fenced(site))
     return site
-
-
-def _hang(site: Site, name: str, lasts: float, then: Callable[[], None]) -> None:
-    """All processes of a node stop for so long."""
-    site.tell(f"{name} hangs for {lasts:.1f} s")
-    stopped = [p for p in site.nodes[name].processes if p.alive]
-    for process in stopped:
-        process.stop()
-
-    def resume() -> None:
-        site.tell(f"{name} goes on")
-        for process in stopped:
-            process.resume()
-        then()
-
-    site.at(lasts, resume)
 
 
 def cut_off(seed: int) -> Site:
@@ -274,8 +258,8 @@ def hung_and_cut(seed: int) -> Site:
     def stop() -> None:
         other, name = site.rng.sample(site.training.names, 2)
         later = site.rng.choice((0.5, 2.0, 12.0, 30.0))
-        _hang(site, other, 55.0, lambda: site.at(5.0, lambda: site.last(5)))
-        _hang(site, name, site.rng.uniform(4.0, 12.0), lambda: site.at(later, lambda: cut(name)))
+        site.hang(other, 55.0, lambda: site.at(5.0, lambda: site.last(5)))
+        site.hang(name, site.rng.uniform(4.0, 12.0), lambda: site.at(later, lambda: cut(name)))
 
     def cut(name: str) -> None:
         site.tell(f"{name} is cut off from ctl")

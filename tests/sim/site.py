@@ -36,6 +36,7 @@ from .training import Training
 FILLER = "filler"
 OTHER = 2000
 BOOT_GRACE_S = 5.0  # a node that has just booted may be held for dead a moment longer
+WAKE_GRACE_S = 0.5  # an action on a node that hung is based on facts so old at most, its own command included
 HELD_S = 90.0  # nothing is held for a job that has ended so long ago
 RESERVED_S = 660.0  # but for what nobody deletes, or slurmctld forgets to have deleted: that ends by itself
 KNOWN_S = 15.0  # whoever has run for so long is known to the controller
@@ -128,6 +129,7 @@ class Site:
         self.fenced: list[tuple[float, str]] = []
         self.hit: set[int] = set()  # jobs that have lost a node
         self.booted: dict[str, float] = {}
+        self._woke: dict[str, float] = {}  # nodes that hung
         self.over: set[int] = set()  # protected jobs that have ended
         self.ended_by_admin: set[int] = set()
         self.forgetful = False  # reservations may be left to end by themselves
@@ -241,6 +243,7 @@ class Site:
             if (
                 self.nodes[name].host.up
                 and now - self.booted.get(name, -1e9) > BOOT_GRACE_S
+                and now - self._woke.get(name, -1e9) > WAKE_GRACE_S
                 and not self._seems_dead(name)
             ):
                 self.fail(Wrong(f"healthy: {name} has power, and is set {what}"))
@@ -271,6 +274,8 @@ class Site:
 
     def _nobody_elses(self, now: float, reservation: str) -> None:
         """No node of another owner's protected job is reserved by us, unless it has just begun, and is not known."""
+        if reservation in self.ctld.doubtful:
+            return  # an epilog holds it, which does not know which jobs are protected
         held = self.ctld.state.reservations[reservation]
         for job in self.ctld.state.jobs.values():
             if job.raw_id not in self.trainings or job.user_id == held.user_id or job.state != RUNNING:
@@ -384,6 +389,22 @@ class Site:
             node.power_on()
             self.booted[name] = self.world.loop.now
             self.slurmds[name].booted()
+
+    def hang(self, name: str, lasts: float, then: Callable[[], None] = lambda: None) -> None:
+        """All its processes stop for so many seconds."""
+        self.tell(f"{name} hangs for {lasts:.1f} s")
+        stopped = [p for p in self.nodes[name].processes if p.alive]
+        for process in stopped:
+            process.stop()
+
+        def go_on() -> None:
+            self._woke[name] = self.world.loop.now
+            self.tell(f"{name} goes on")
+            for process in stopped:
+                process.resume()
+            then()
+
+        self.at(lasts, go_on)
 
     def restart_slurmd(self, name: str) -> None:
         """slurmd alone is started anew."""
