@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gemini_hpc.devcluster.cluster import Cluster
 
 USER = "alice"
+MEMORY_MB = 800  # for a rank with torch; the profile `site` holds jobs to it
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 _BAR = 30
 _MARGIN = "  | "  # before the output of another command
@@ -185,8 +186,8 @@ def _submit_job(cluster: Cluster, label: str, args: argparse.Namespace, options:
     shutil.chown(directory, USER_UID)
     training = ["--parallel", args.parallel, "--steps", str(args.steps), "--log", str(directory / "loss.jsonl")]
     script = [str(directory / "job.sh"), *training]
-    output = f"--output={directory}/out"
-    job = cluster.submit_job(["--requeue", "-N3", f"--chdir={directory}", output, *options, *script], user=USER)
+    fixed = ["--requeue", "-N3", f"--mem={MEMORY_MB}", f"--chdir={directory}", f"--output={directory}/out"]
+    job = cluster.submit_job([*fixed, *options, *script], user=USER)
     return DemoRun(cluster, job, directory, args.steps)
 
 
