@@ -194,7 +194,7 @@ class RankRequests:
         training, rank = self._sessions.find_rank(client)
         if training is None or training.present.get(rank) is not client:
             return
-        if m.name == "skipped":  # skipped versions are steps, too
+        if m.name in ("skipped", "void"):  # such versions are steps, too
             training.pace.record_version(m.version)
             self._leave_out(client, m.version)
             for (name, rank), keeper in self._keepers.items():

@@ -319,8 +319,8 @@ class AgentClient:
     def queue_event(self, name: str, version: int, detail: str = "", t: float | None = None) -> None:
         """Queue an entry for the event log without waiting for its transmission.
 
-        The oldest entry is dropped if the agent is slower than the events. Without an agent the entry is dropped
-        silently.
+        The oldest entry is dropped if the agent is slower than the events. Without an agent the entry waits for the
+        next one: a version that this rank has skipped must not be waited for.
         """
         event = local.Event(name=name, version=version, t=clock.time() if t is None else t, detail=detail)
         with self._events_changed:
@@ -330,8 +330,8 @@ class AgentClient:
     def post(self, message: Posted) -> None:
         """Queue a message to the agent without waiting for its transmission.
 
-        Only the newest message of each type is sent. A message is dropped silently if there is no agent, if the
-        agent's version does not know the type, or if the message exceeds a packet.
+        Only the newest message of each type is sent. A message is dropped silently if the agent is lost meanwhile, if
+        its version does not know the type, or if the message exceeds a packet.
         """
         with self._events_changed:
             self._posted[type(message)] = message
@@ -355,15 +355,27 @@ class AgentClient:
             with self._events_changed:
                 self._sending_event = False
                 self._events_changed.notify_all()
-                self._events_changed.wait_for(lambda: self._waiting or self._closed.is_set())
+                self._events_changed.wait_for(
+                    lambda: self._closed.is_set() or (self._waiting and self._sock is not None)
+                )
                 if self._closed.is_set():
                     return
                 message = self._events.popleft() if self._events else self._posted.pop(next(iter(self._posted)))
                 self._sending_event = True
             # A message larger than a packet would end the connection.
             if isinstance(message, local.Event) or len(local.encode(message)) <= local.MAX_PACKET_BYTES:
-                with suppress(AgentLost, AgentRefused):
+                try:
                     self.request(message)
+                except AgentLost:
+                    self._keep_event(message)
+                except AgentRefused:
+                    pass
+
+    def _keep_event(self, message: local.Message) -> None:
+        """Queue an event again that the agent has not answered, ahead of the newer ones."""
+        with self._events_changed:
+            if isinstance(message, local.Event) and len(self._events) < EVENTS_KEPT:
+                self._events.appendleft(message)
 
     @property
     def _waiting(self) -> bool:
@@ -429,6 +441,8 @@ class AgentClient:
             except (AgentLost, AgentRefused):
                 sock.close()
                 continue
-            self._sock = sock
+            with self._events_changed:
+                self._sock = sock
+                self._events_changed.notify_all()
             return True
         return False

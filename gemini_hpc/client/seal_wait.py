@@ -19,8 +19,9 @@ class SealGate:
     """A waiting point on the control page for seals.
 
     After a wait has timed out, no further wait takes place until a seal appears that is newer than the newest one of
-    that time. The exceptions are short waits at the 1st, 3rd, 7th, 15th ... call. Without them, waiting and
-    non-waiting ranks could save different versions, and none would ever be sealed again.
+    that time. The exceptions are short waits at the 1st, 3rd, 7th, 15th ... call, and at the call after an abandoned
+    version. Without them, waiting and non-waiting ranks could save different versions, and none would ever be sealed
+    again.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class SealGate:
         self._missed: tuple[tuple[int, int], float] | None = None
         self._lock = threading.Lock()
         self.waited_s = 0.0
+        self.failing_s = 0.0  # of these, seconds in which a node or an agent was missing
 
     @property
     def sealed(self) -> tuple[int, int]:
@@ -119,6 +121,13 @@ class SealGate:
         page = self._find_page()
         return page is not None and page.abandoned >= (self._epoch, version)
 
+    def is_stuck(self) -> bool:
+        """Return whether nothing can be sealed now: a node or an agent is missing, or a recovery goes on."""
+        page = self._find_page()
+        if self._is_lost() or page is None:
+            return True
+        return page.dead_nodes > 0 or page.state in (STATE_FROZEN, STATE_DEGRADED)
+
     def record_miss(self, version: int) -> None:
         """Record that the training went on without this version.
 
@@ -151,7 +160,8 @@ class SealGate:
             moved_at: Returns when data of the version last arrived anywhere (CLOCK_MONOTONIC seconds). The timeout
                 counts from there.
             patience_s: Seconds after which the result is False without degradation, because the version is only late.
-                If a node may be dead, only the timeout counts, because the next step would be repeated.
+                If a node may be dead, only the timeout counts, because the next step would be repeated. Such seconds
+                do not count.
             began_at: Returns the start of the patience if later than the call: a device may lag behind its host.
             quiet_s: Seconds for which no data need arrive, if more than the timeout, because digests and votes take
                 time.
@@ -159,6 +169,8 @@ class SealGate:
         """
         wanted = self._epoch if epoch is None else epoch, version
         limit_s = self._timeout_s
+        if is_hopeless():
+            return False
         if self.degraded:
             with self._lock:
                 patient, self._patient = self._patient, False
@@ -169,16 +181,18 @@ class SealGate:
         quiet_s = max(limit_s, quiet_s) if limit_s == self._timeout_s else limit_s
         degradings = self._degradings
         started = looked = clock.monotonic()
-        stopped_s, is_sealed, lost_at = 0.0, False, math.inf
+        stopped_s, failing_s, is_sealed, stuck, lost_at = 0.0, 0.0, False, False, math.inf
         try:
             while self.sealed < wanted:
                 now = clock.monotonic()
                 stopped_s += now - looked if now - looked > _STOPPED_S else 0.0
+                failing_s += now - looked if stuck else 0.0
                 looked = now
                 if is_hopeless() or self._degradings != degradings:
                     return False
-                page = self._find_page()
-                if page is not None and page.abandoned >= wanted:
+                page, stuck = self._find_page(), self.is_stuck()
+                if page is not None and page.abandoned >= wanted and not stuck:
+                    self._until_probe = 1  # the agents decide again: waiting costs little
                     return False
                 if self._is_lost() or page is None:
                     lost_at = min(lost_at, now)
@@ -188,7 +202,6 @@ class SealGate:
                     clock.sleep(_POLL_S)
                     continue
                 # A node may be dead, and a step completed now would be one more to repeat. Or an agent comes back.
-                stuck = page.state in (STATE_FROZEN, STATE_DEGRADED)
                 begun = started + stopped_s
                 since, most_s = (begun, limit_s) if stuck else (max(begun, moved_at()), quiet_s)
                 if now - since > most_s:
@@ -197,7 +210,7 @@ class SealGate:
                         "the agents cannot seal: a node is missing, or a recovery goes on" if stuck else late
                     )
                     return False
-                if not stuck and now - max(begun, began_at()) > patience_s:
+                if not stuck and now - max(begun, began_at()) - failing_s > patience_s:
                     return False
                 clock.sleep(_POLL_S)
             is_sealed = True
@@ -205,6 +218,7 @@ class SealGate:
         finally:
             self._patient = self._patient and is_sealed
             self.waited_s += clock.monotonic() - started
+            self.failing_s += failing_s
 
     def _probes(self) -> bool:
         """Return whether this call waits although the gate is degraded."""

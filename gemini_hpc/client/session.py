@@ -269,6 +269,16 @@ class RankSession:
             elif name in ("degraded", "void") or not self.unsaved.get(name):
                 self.say(f"rank {self.rank}: version {version} {name}: {reason}")
         self.count_unsaved(name)
+        self.report_version(name, version, reason)
+
+    def report_version(self, name: str, version: int, reason: str) -> None:
+        """Report what has become of a version to the agent, or to the one that replaces it.
+
+        Args:
+            name: Name of the event. After `skipped` or `void` no agent waits for this rank's version.
+            version: The version.
+            reason: Reason for the event log.
+        """
         if self.client is not None:
             self.client.queue_event(name, version, f"rank {self.rank}: {reason}")
 

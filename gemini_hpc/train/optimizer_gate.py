@@ -116,6 +116,11 @@ class OptimizerGate:
         """Return the seconds waited for seals, and before steps that a death would have repeated."""
         return self._session.gate.waited_s + self._session.guard.waited_s
 
+    @property
+    def _failing_s(self) -> float:
+        """Return the seconds, of those waited, in which a node or an agent was missing."""
+        return self._session.gate.failing_s + self._session.guard.waited_s
+
     # ---- before the optimizer --------------------------------------------------------------------------
 
     def wait_before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -186,7 +191,7 @@ class OptimizerGate:
     def _wait(self) -> None:
         session = self._session
         self.passed = True
-        began, failing_s = time.perf_counter(), session.guard.waited_s
+        began, failing_s = time.perf_counter(), self._failing_s
         job, running = self.job, self._engine.running
         if running is not None:
             running.controller.record_gate_reached()
@@ -205,7 +210,7 @@ class OptimizerGate:
             session.guard.wait_for_seal(self._find_indispensable(repeats))
         spent = time.perf_counter() - began
         if running is not None:
-            running.controller.record_wait(spent, spent - (session.guard.waited_s - failing_s))
+            running.controller.record_wait(spent, spent - (self._failing_s - failing_s))
         self._times.record_wait(spent)
 
     def _wait_for_job(self, running: RunningEngine, job: CaptureJob, began: float) -> None:

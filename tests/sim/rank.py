@@ -29,8 +29,7 @@ from .slot import LIVE_SIZE, SIZE, Content
 from .system import Connection, Packets, World
 
 SET = "default"
-_SEAL_S = 1.5
-_TOGETHER, _HOLD_S = 4, 15.0  # as the checkpointer's
+_SEAL_S, _HOLD_S, _WELL_S = 1.5, 15.0, 0.25  # as the checkpointer's
 
 
 def advance(state: str, rank: int, version: int) -> str:
@@ -136,7 +135,7 @@ class Rank:
         self._m, self._node_rank, self._blocks = 0, 0, 0
         self.group: tuple[int, ...] = ()
         self._gate: SealGate | None = None
-        self._crowded = self._still = False
+        self._still = False
         self._captured = 0  # the version that its tensors are, 0: they are being changed
         self._held_back = self._protecting = False  # its copies wait; they are on their way, or waited for
         self._landed = 0  # the version that was complete here last
@@ -403,15 +402,12 @@ class Rank:
         gate = self._gate
         assert gate is not None and self._agent is not None
         try:
-            if self._crowded and gate.degraded and version % _TOGETHER:
-                self.watch("skipped", self, version)
-                self._agent.ask(local.Event("skipped", version, self.world.clock.time()))
-                return
             saved = self._save(version, state)
         except (ConnectionError, TimeoutError, OSError):
             self._rejoin()
+            if self._agent is not None:
+                self._report_skipped(version)
             return
-        self._crowded = not saved
         if not saved:
             self.watch("skipped", self, version)
         sealed = gate.wait(version, lambda: not saved)
@@ -419,6 +415,22 @@ class Rank:
             self._rejoin()
         self.watch("sealed" if sealed else "late", self, version)
         self._stand_by()
+
+    def _report_skipped(self, version: int) -> None:
+        assert self._agent is not None
+        self._agent.ask(local.Event("skipped", version, self.world.clock.time()))
+
+    def _report_left_out(self, version: int) -> None:
+        """As the replicator, once nothing is missing any more; the next step waits no longer than for a seal."""
+        gate, loop = self._gate, self.world.loop
+        assert gate is not None
+        began = well_since = loop.now
+        while (now := loop.now) - began < _SEAL_S:
+            self.world.clock.sleep(0.02)
+            well_since = now if gate.is_stuck() else well_since
+            if now - well_since >= _WELL_S:
+                self._report_skipped(version)
+                return
 
     def _stand_by(self) -> None:
         """The job leaves a node: as `client.step_guard`."""
@@ -432,7 +444,7 @@ class Rank:
         reply, _ = agent.ask(local.BeginVersion(SET, self.rank, version))
         if not isinstance(reply, local.Begun):
             self.watch(f"refused ({reply})", self, version)
-            agent.ask(local.Event("skipped", version, self.world.clock.time()))
+            self._report_skipped(version)
             return False
         content = Content(self.rank, version, state, self._lineage, self._means(self.rank, version))
         payload = slot.pack(content, self.epoch, self.size, live=self.live)
@@ -445,6 +457,7 @@ class Rank:
         taken = [self._push(holder, version, payload) for holder in self._receivers]
         if not all(taken):  # were it complete here, nobody could ever abandon it
             agent.ask(local.Abort(SET, self.rank, version, reply.slot))
+            self._report_left_out(version)
             return False
         landed, _ = agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload)))
         if isinstance(landed, local.Ok):

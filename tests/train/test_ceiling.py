@@ -363,6 +363,24 @@ def test_nothing_waits_for_the_optimizer_before_a_version_is_sealed(time: Time) 
         training.controller.close()
 
 
+def test_seconds_in_which_a_node_is_missing_make_no_version_rarer(time: Time) -> None:
+    training = Sending(time)
+    try:
+        training.step()
+        training.seal()
+        left_s = training.controller._budget.left_s
+        for _ in range(4):
+            training.controller.begin_seal_wait()
+            training.time.now += 1.5
+            training.controller.record_wait(1.5, 0.01)
+            training.step()
+            training.seal()
+        assert training.controller._budget.left_s > left_s - 0.1
+        assert training.controller._compute_haste() == 0
+    finally:
+        training.controller.close()
+
+
 @pytest.mark.parametrize("j", [1, 2, 3, 4, 5, 12])
 @pytest.mark.parametrize("base", range(13))
 def test_of_thinned_versions_one_in_four_iterations_is_saved(time: Time, j: int, base: int) -> None:

@@ -83,6 +83,21 @@ def test_events_arrive_in_order_before_the_end(make_job: MakeJob) -> None:
     assert [e.version for e in job.saw("skipped")] == list(range(50))
 
 
+def test_the_next_agent_gets_the_events_that_the_dead_one_missed(make_job: MakeJob) -> None:
+    """Other ranks would wait for the version that this rank has skipped meanwhile."""
+    job = make_job(1, 1)
+    agent = joined(job)
+    job.nodes[0].die()
+    until(lambda: agent.lost, what="the loss")
+    agent.queue_event("skipped", 7)
+    agent.queue_event("skipped", 8)
+    time.sleep(0.2)
+    job.nodes[0].start()
+    until(lambda: len(job.saw("skipped")) == 2, what="the events")
+    agent.close()
+    assert [e.version for e in job.saw("skipped")] == [7, 8]
+
+
 def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     agent = joined(job)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import until
 
 from gemini_hpc.client.agent_connection import AgentLost
 from gemini_hpc.client.seal_wait import SealGate
@@ -218,6 +219,9 @@ class Holder:
             raise VersionLost("it is dead")
         return False
 
+    def announce_end(self) -> None:
+        """Say goodbye to nobody."""
+
 
 class Silent:
     """An agent that is gone, and a slot of no bytes."""
@@ -247,14 +251,21 @@ def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Sc
         gate=scene.gate,
         require_agent=lambda: silent,
         record_incident=lambda name, version, reason: told.append(name),
+        report_version=lambda name, version, reason: told.append(name),
         end_protection=told.append,
     )
     plan = Plan(silent, b"", SlotLayout.plan(0, 0, 0), frozenset(), 0, {})
     replicator = Replicator(session, plan, boxes, Pacer(1 << 20, 4), max_repeated=1, catch_up=lambda: None)
     job = CaptureJob(7, b"", [], Bound([]), [], None)
     replicator._commit(job, 0, silent, 0.0)
+    scene.page.set_state(control_page.STATE_DEGRADED)
+    replicator._thread.start()
+    time.sleep(0.5)
+    assert told == ["degraded" if gone else "refused"], "living ranks may still make the copies of a dead group"
+    scene.page.set_state(control_page.STATE_PROTECTED)
+    until(lambda: told[1:] == ["skipped"], what="the report, after which no other rank waits for the version")
     assert replicator.stop(5.0)
-    assert told == ["degraded" if gone else "refused"] and scene.gate.degraded and len(scene.said) == 1
+    assert scene.gate.degraded and len(scene.said) == 1
     assert not job.saved and job.left.is_set() and job.hopeless is not gone
     began = time.monotonic()
     assert not scene.gate.wait(7, lambda: job.hopeless, patience_s=0.3)
@@ -266,6 +277,36 @@ def test_a_version_that_the_agents_have_given_up_is_known_as_such(scene: Scene) 
     scene.page.set_abandoned(3, 7)
     assert not scene.gate.wait(7, lambda: False)
     assert scene.gate.is_abandoned(7) and not scene.gate.is_abandoned(8) and not scene.said
+
+
+def test_seconds_in_which_a_node_is_missing_are_no_cost_of_a_version(scene: Scene) -> None:
+    """They neither end the training's patience nor make versions rarer."""
+    scene.page.set_state(control_page.STATE_DEGRADED)
+    threading.Timer(0.6, lambda: scene.page.set_state(control_page.STATE_PROTECTED)).start()
+    threading.Timer(0.8, lambda: scene.page.set_sealed(3, 7)).start()
+    assert scene.gate.wait(7, lambda: False, patience_s=0.5)
+    assert 0.5 < scene.gate.failing_s < scene.gate.waited_s - 0.1
+
+
+def test_an_abandoned_version_ends_no_wait_while_a_node_may_be_dead(scene: Scene) -> None:
+    """The dead node's peers give up what they were sending it; one more step would be one more to repeat."""
+    scene.page.set_abandoned(3, 7)
+    scene.page.set_state(control_page.STATE_DEGRADED)
+    threading.Timer(0.3, lambda: scene.page.set_state(control_page.STATE_PROTECTED)).start()
+    assert not scene.gate.wait(7, lambda: False)
+    assert scene.gate.waited_s > 0.25 and not scene.gate.degraded
+
+
+def test_after_an_abandoned_version_a_degraded_rank_waits_again(scene: Scene) -> None:
+    """The agents decide again. A rank that ran ahead of the others would skip each version that they save."""
+    scene.gate.degrade("a rank has lost its copies")
+    for version in range(1, 9):
+        scene.page.set_abandoned(3, version)
+        assert not scene.gate.wait(version, lambda: False)
+    assert not scene.gate.wait(9, lambda: True), "given up by this rank itself"
+    threading.Timer(0.1, lambda: scene.page.set_sealed(3, 10)).start()
+    assert scene.gate.wait(10, lambda: False)
+    assert not scene.gate.degraded and scene.said[1:] == ["restored 10"]
 
 
 def test_a_wait_now_and_then_while_degraded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gemini_hpc import clock
@@ -24,6 +25,9 @@ from gemini_hpc.train.state.capture import CaptureJob
 from gemini_hpc.train.state.layout import Plan, choose_small_capacity
 from gemini_hpc.train.transport.base import GrantOutbox, Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
+
+_LOOK_S = 0.02  # interval of looks whether all nodes and agents are there
+_WELL_S = 0.25  # they are, for so long: a broken connection is seen before the death of its node
 
 
 @dataclass
@@ -79,6 +83,7 @@ class Replicator(TensorShardOwner):
         self._copied_s = 0.0  # duration of the last copy into the own slot
         self._refused: str | None = None  # why a holder does not take the version under way
         self._peer_lost = False  # the holder had begun to take it
+        self._left_out: tuple[int, str] | None = None  # the version that a holder has not taken, and why
         self._base = 0  # the version that the slot being filled had before
         self._kept: tuple[Range, ...] = ()  # ranges of the slot unchanged since version _base
         self._replicas: Sequence[Replica] = ()
@@ -140,7 +145,7 @@ class Replicator(TensorShardOwner):
         return True
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._wait_for_job()) is not None:
             if isinstance(job, Plan):
                 self._adopt(job)
                 continue
@@ -158,6 +163,25 @@ class Replicator(TensorShardOwner):
                 box.announce_end()
             except LinkBroken as error:
                 self._drop_link(rank, error, 0)
+
+    def _wait_for_job(self) -> CaptureJob | Plan | None:
+        """Return the next job.
+
+        Meanwhile report a version that a holder has not taken, so that no rank waits for its seal. The report comes
+        once nothing is missing any more: of a dead group's last version, living ranks may still make the copies.
+        """
+        well_since = clock.monotonic()
+        while (left_out := self._left_out) is not None:
+            with suppress(queue.Empty):
+                job = self._jobs.get(timeout=_LOOK_S)
+                self._left_out = None  # the next version makes this one impossible
+                return job
+            now = clock.monotonic()
+            well_since = now if self._gate.is_stuck() else well_since
+            if now - well_since >= _WELL_S:
+                self._session.report_version("skipped", *left_out)
+                self._left_out = None
+        return self._jobs.get()
 
     def _adopt(self, plan: Plan) -> None:
         assert self.shard is not None
@@ -282,6 +306,7 @@ class Replicator(TensorShardOwner):
             # The holder's slot pair may not have begun this version. The holder then cannot prove that the version
             # will never arrive. A copy completed here could never be abandoned, and no later version could begin.
             self._slots.abort(job.version, slot_index)
+            self._left_out = job.version, self._refused
             return self._give_up(job, self._refused, peer_lost=self._peer_lost)
         # digest "": the commit record will have it
         slot.content = Content(session.epoch, job.version, used, digest)

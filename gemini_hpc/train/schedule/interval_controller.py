@@ -157,7 +157,7 @@ class IntervalController:
         self._wanted = PROFILED
         self._dirty = True
         self._dirties: deque[bool] = deque([True] * _BEHIND, maxlen=_BEHIND)
-        self._waited_s = 0.0
+        self._waited_s = self._failing_s = 0.0  # of this iteration; `_failing_s` is a part of `_waited_s`
         self._route: Route | None = None
         self._plan: schedule.Plan | None = None
         self._overhead = OverheadMonitor(traffic.overhead)
@@ -248,11 +248,13 @@ class IntervalController:
 
         Args:
             seconds: Seconds of the whole wait.
-            ours_s: Seconds of these that were not spent on a node that may be dead; None: all of them.
+            ours_s: Seconds of these in which no node or agent was missing; None: all of them.
         """
+        ours_s = seconds if ours_s is None else ours_s
         if self._scheme != "blocking" and not self._monitor.on_device:  # a device's wait is known only later
-            self._budget.spend(seconds if ours_s is None else ours_s)
+            self._budget.spend(ours_s)
         self._waited_s += seconds
+        self._failing_s += seconds - ours_s
         self._monitor.record_gate_passed()
         self._pacer.record_gate_passed()
 
@@ -342,9 +344,10 @@ class IntervalController:
         trace = self._monitor.mark() if self._pacer.traffic is not None else None
         # a device waits less than its host, and its wait is known later
         device_s, held_s = self._monitor.waited_s, self._monitor.held_s
-        if device_s is not None and self._scheme != "blocking":
-            self._budget.spend(device_s)
         waited_s, self._waited_s = self._waited_s, 0.0
+        failing_s, self._failing_s = self._failing_s, 0.0
+        if device_s is not None and self._scheme != "blocking":
+            self._budget.spend(max(0.0, device_s - failing_s))
         self._latency.poll()
         self._pacer.deferred = self._defers
         length_s = clock.monotonic() - self._begun_at
@@ -375,7 +378,7 @@ class IntervalController:
         if self._pacer.meter.known:
             self._monitor.bytes_per_s = self._pacer.meter.B
         if self._planned and self._stage == "profile" and self._waited_for:
-            self._waits.append(waited_s)
+            self._waits.append(waited_s - failing_s)
         self._waited_for = False
         if self._scheme != self._wanted_scheme:
             self._scheme = self._wanted_scheme
