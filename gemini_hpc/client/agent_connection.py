@@ -180,6 +180,7 @@ class AgentClient:
         self.first: local.Welcome | None = None  # an agent that comes back must belong to the same round
         self._page: ControlPage | None = None
         self._events: deque[local.Event] = deque(maxlen=EVENTS_KEPT)
+        self._kept: local.Message | None = None  # the last event that was queued again
         self._posted: dict[type[Posted], Posted] = {}
         self._events_changed = threading.Condition()
         self._sending_event = False
@@ -372,9 +373,13 @@ class AgentClient:
                     pass
 
     def _keep_event(self, message: local.Message) -> None:
-        """Queue an event again that the agent has not answered, ahead of the newer ones."""
+        """Queue an event again that the agent has not answered, ahead of the newer ones.
+
+        This is done once for an event: it may be the reason why the connection has ended.
+        """
         with self._events_changed:
-            if isinstance(message, local.Event) and len(self._events) < EVENTS_KEPT:
+            if isinstance(message, local.Event) and message is not self._kept and len(self._events) < EVENTS_KEPT:
+                self._kept = message
                 self._events.appendleft(message)
 
     @property

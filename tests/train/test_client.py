@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -96,6 +97,26 @@ def test_the_next_agent_gets_the_events_that_the_dead_one_missed(make_job: MakeJ
     until(lambda: len(job.saw("skipped")) == 2, what="the events")
     agent.close()
     assert [e.version for e in job.saw("skipped")] == [7, 8]
+
+
+def test_an_event_that_ends_the_connection_is_sent_twice_at_most(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(1, 1)
+    agent = joined(job)
+    request, tries = agent.request, list[int]()
+
+    def lose(message: local.Message, **options: Any) -> Any:
+        if isinstance(message, local.Event) and message.version == 1:
+            tries.append(1)
+            raise AgentLost("the agent has closed the connection")
+        return request(message, **options)
+
+    monkeypatch.setattr(agent, "request", lose)
+    for version in (1, 2):
+        agent.queue_event("skipped", version)
+    agent.close()
+    assert len(tries) == 2 and [e.version for e in job.saw("skipped")] == [2]
 
 
 def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:

@@ -248,6 +248,7 @@ def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Sc
         world=2,
         homes=[0, 1],
         epoch=3,
+        protected=True,
         gate=scene.gate,
         require_agent=lambda: silent,
         record_incident=lambda name, version, reason: told.append(name),

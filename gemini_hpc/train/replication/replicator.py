@@ -171,7 +171,7 @@ class Replicator(TensorShardOwner):
         once nothing is missing any more: of a dead group's last version, living ranks may still make the copies.
         """
         well_since = clock.monotonic()
-        while (left_out := self._left_out) is not None:
+        while (left_out := self._left_out) is not None and self._session.protected:
             with suppress(queue.Empty):
                 job = self._jobs.get(timeout=_LOOK_S)
                 self._left_out = None  # the next version makes this one impossible
