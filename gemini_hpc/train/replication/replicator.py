@@ -174,7 +174,8 @@ class Replicator(TensorShardOwner):
         while (left_out := self._left_out) is not None and self._session.protected:
             with suppress(queue.Empty):
                 job = self._jobs.get(timeout=_LOOK_S)
-                self._left_out = None  # the next version makes this one impossible
+                if not isinstance(job, Plan):
+                    self._left_out = None  # the next version makes this one impossible
                 return job
             now = clock.monotonic()
             well_since = now if self._gate.is_stuck() else well_since
