@@ -405,8 +405,7 @@ class Rank:
             saved = self._save(version, state)
         except (ConnectionError, TimeoutError, OSError):
             self._rejoin()
-            if self._agent is not None:
-                self._report_skipped(version)
+            self._report_to_the_next(version)
             return
         if not saved:
             self.watch("skipped", self, version)
@@ -415,6 +414,15 @@ class Rank:
             self._rejoin()
         self.watch("sealed" if sealed else "late", self, version)
         self._stand_by()
+
+    def _report_to_the_next(self, version: int) -> None:
+        """As `client.agent_connection`: what a dead agent has not heard, the next one does."""
+        while self._agent is not None:
+            try:
+                self._report_skipped(version)
+                return
+            except (ConnectionError, TimeoutError, OSError):
+                self._rejoin()
 
     def _report_skipped(self, version: int) -> None:
         assert self._agent is not None

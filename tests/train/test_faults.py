@@ -135,7 +135,8 @@ def test_refused_memory_means_unprotected_everywhere(make_job: MakeJob) -> None:
     run = Run(job, 2, {"kind": "ddp", "steps": 8, "sleep_s": 0.02})
     results = run.wait()
     assert all(r["report"]["state"] == "unprotected" for r in results)
-    assert all(err.count("wanted 9 MiB, the node's cap is 5 MiB") == 1 for err in run.stderr)
+    counts = [err.count("wanted 9 MiB, the node's cap is 5 MiB") for err in run.stderr]
+    assert max(counts) == 1, run.stderr  # a rank that another one's refusal reaches first says nothing
 
 
 def test_one_rank_without_memory_ends_protection_on_all(make_job: MakeJob) -> None:
