@@ -68,6 +68,8 @@ def cut_for_a_while(
     cluster.cut_power(host)
     until(lambda: job.slurm()["JobState"] == "PENDING", 60, what="the requeue")
     time.sleep(outage_s)
+    # Slurm takes a node that registers into service at once; it is to start nothing there before it is prepared
+    cluster.run(["scontrol", "update", f"NodeName={host}", "State=DRAIN", "Reason=test"])
     cluster.restore_power(host)
     prepare(host)
     time.sleep(3)  # before 23.11 slurmd runs no prolog of a job that comes back within 2 s of its end on the node
