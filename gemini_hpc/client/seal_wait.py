@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from gemini_hpc import clock
-from gemini_hpc.wire.control_page import STATE_DEGRADED, STATE_FROZEN, ControlPage
+from gemini_hpc.wire.control_page import ControlPage
 
 _POLL_S = 0.0003  # pause between two reads of the control page: a seal is seen within it
 _PROBE_S = 0.25  # a degraded rank, which no longer waits, checks once for so long whether seals are back
@@ -124,9 +124,7 @@ class SealGate:
     def is_stuck(self) -> bool:
         """Return whether nothing can be sealed now: a node or an agent is missing, or a recovery goes on."""
         page = self._find_page()
-        if self._is_lost() or page is None:
-            return True
-        return page.dead_nodes > 0 or page.state in (STATE_FROZEN, STATE_DEGRADED)
+        return self._is_lost() or page is None or page.is_stuck
 
     def record_miss(self, version: int) -> None:
         """Record that the training went on without this version.

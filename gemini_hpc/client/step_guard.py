@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gemini_hpc import clock
-from gemini_hpc.wire.control_page import STATE_DEGRADED, STATE_FROZEN, ControlPage
+from gemini_hpc.wire.control_page import ControlPage
 
 LEAVES_S = 10.0  # longer than agents hold ranks
 SUSPECT_S = 3.0  # longer than the agents need to find out whether a silent node is dead
@@ -96,13 +96,12 @@ class StepGuard:
         page = self._find_page()
         if page is None or self._is_lost():
             return False
-        dead = page.dead_nodes
-        if not dead and page.state not in (STATE_FROZEN, STATE_DEGRADED):
+        if not page.is_stuck:
             self._missing_since = self._dead_since = None
             return False
         if page.sealed >= wanted:
             return False
-        now = self._clock()
+        now, dead = self._clock(), page.dead_nodes
         if self._missing_since is None:
             self._missing_since = now
         if not dead:

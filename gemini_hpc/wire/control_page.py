@@ -111,6 +111,11 @@ class ControlPage:
         self._put(DEAD_AT, count)
 
     @property
+    def is_stuck(self) -> bool:
+        """Return whether nothing can be sealed now: a node is missing, or a recovery goes on."""
+        return self.dead_nodes > 0 or self.state in (STATE_FROZEN, STATE_DEGRADED)
+
+    @property
     def round(self) -> int:
         """Return the recovery round that the page belongs to."""
         return self._get(ROUND_AT)

@@ -87,7 +87,7 @@ def test_a_start_that_lacks_an_agent_is_sent_back(cluster: Cluster) -> None:
 
     job = cut_for_a_while(cluster, "pmi2", 1.0, block)
     sent_back = rf"run: no agent answers on {blocked[0]}; step \d+ would be lost: requeuing it"
-    until(lambda: re.search(sent_back, job.said()), 60, what=f"the start without an agent: {job.said()}")
+    until(lambda: re.search(sent_back, job.said()), 60, what="the start without an agent")
     cluster.exec(blocked[0], ["umount", RUN_DIR])
     assert job.finish() == wanted(STEPS)
     assert "from memory" in job.said(), job.said()
