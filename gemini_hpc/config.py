@@ -11,6 +11,7 @@ import stat
 from dataclasses import fields
 from typing import Any
 
+from gemini_hpc.files import read_regular_file
 from gemini_hpc.paths import find_weaknesses
 from gemini_hpc.settings import (
     AUTHS,
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 CONFIG_PATH = "/etc/gemini-hpc/gemini.toml"
+_MAX_BYTES = 1 << 20
 
 _KINDS = {
     str: "a string",
@@ -190,14 +192,16 @@ def load_site_settings(path: str = CONFIG_PATH) -> Settings:
     Raises `ConfigError`, also if another file does not exist, because its name was given on purpose.
     """
     try:
-        with open(path, encoding="utf-8") as f:
-            text = f.read(1 << 20)
+        data = read_regular_file(path, _MAX_BYTES + 1)
     except FileNotFoundError:
         if path != CONFIG_PATH:
             raise ConfigError(f"{path}: no such file; leave --config out for {CONFIG_PATH} or the defaults") from None
         return Settings()
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from None
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{path}: longer than {_MAX_BYTES >> 20} MiB")
+    try:
+        return parse_settings(data.decode(), path)
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not valid TOML: it is not UTF-8 text") from None
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {os.strerror(exc.errno or 0)}") from None
-    return parse_settings(text, path)

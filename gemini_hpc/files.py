@@ -1,8 +1,25 @@
-"""The replacement of a small file as a whole."""
+"""The read and the replacement of a small file as a whole."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+
+
+def read_regular_file(path: str, most_bytes: int) -> bytes:
+    """Return the content of a regular file, or the beginning of a larger one.
+
+    A pipe, which could block the reader, is refused like a device or a directory.
+
+    Raises:
+        OSError: The file cannot be read, or is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return file.read(most_bytes)
 
 
 def replace_file(path: str, data: bytes, *, mode: int = 0o666, durable: bool = False) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc.cli.amounts import add_values, build_count_parser, build_number_parser
 from gemini_hpc.cli.frame import UsageError
+from gemini_hpc.files import read_regular_file
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.rate import FailureRate
@@ -106,10 +106,7 @@ def _ask_sacct(days: int) -> list[str]:
 def read_lines(path: str, most_bytes: int = 64 << 20) -> list[str]:
     """Return the lines of a regular file. Raises `UsageError`, which names the file."""
     try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UsageError(f"{path}: not a regular file")
-            data = file.read(most_bytes + 1)
+        data = read_regular_file(path, most_bytes + 1)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except ValueError:
@@ -121,8 +118,3 @@ def read_lines(path: str, most_bytes: int = 64 << 20) -> list[str]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UsageError(f"{path}: line {line}: not UTF-8 text") from None
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file without blocking, so that a pipe without a writer is refused instead of waited for."""
-    return os.open(path, flags | os.O_NONBLOCK)

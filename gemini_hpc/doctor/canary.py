@@ -21,7 +21,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.controller.fencing import REASON
-from gemini_hpc.files import replace_file
+from gemini_hpc.files import read_regular_file, replace_file
 from gemini_hpc.slurm import Slurm, SlurmError
 from gemini_hpc.slurm.client import find_tool
 from gemini_hpc.slurm.facts import Node
@@ -89,8 +89,7 @@ def read_taken(path: str = FILE) -> Taken | None:
     try:
         if os.lstat(path).st_uid != 0:
             return None
-        with open(path, "rb") as f:
-            return msgspec.json.decode(f.read(1 << 16), type=Taken)
+        return msgspec.json.decode(read_regular_file(path, 1 << 16), type=Taken)
     except (OSError, msgspec.MsgspecError):
         return None
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 from gemini_hpc.config import ConfigError, Settings, load_site_settings
 from gemini_hpc.controller.primary import is_here
 from gemini_hpc.doctor.finding import Unavailable, read_or
+from gemini_hpc.files import read_regular_file
 from gemini_hpc.node import ledger
 from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable
 from gemini_hpc.slurm.api import find_job
@@ -239,8 +240,8 @@ class HostFacts:
     def here(self) -> Here:
         """Return what names this host and its installation."""
         digest = ""
-        with suppress(OSError), open(self.config_path, "rb") as f:
-            digest = hashlib.sha256(f.read(1 << 20)).hexdigest()[:DIGEST_DIGITS]
+        with suppress(OSError):
+            digest = hashlib.sha256(read_regular_file(self.config_path, 1 << 20)).hexdigest()[:DIGEST_DIGITS]
         return Here(self.hostname, digest, self._count_agents())
 
     def _count_agents(self) -> int | None:
@@ -289,8 +290,7 @@ class HostFacts:
 
 def read_text(path: str, most_bytes: int = 1 << 20) -> str:
     """Return the text of a file, or the beginning of a larger one. Raises OSError."""
-    with open(path, encoding="utf-8", errors="replace") as f:
-        return f.read(most_bytes)
+    return read_regular_file(path, most_bytes).decode(errors="replace")
 
 
 def run_program(argv: Sequence[str], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
 
 from gemini_hpc.core import conf_text, hostlist
+from gemini_hpc.files import read_regular_file
 
 MAX_BYTES = 8 << 20
 MAX_FILES = 32
@@ -24,7 +24,8 @@ def read_text(path: str) -> str:
 
 
 def _add_lines(text: list[str], path: str, seen: list[str]) -> None:
-    for _, line in conf_text.split_lines(_read_file(path)):
+    content = read_regular_file(path, MAX_BYTES).decode(errors="replace").replace("\0", "?")
+    for _, line in conf_text.split_lines(content):
         word, *name = line.split(maxsplit=1)
         if word.lower() != "include" or not name:
             text.append(line)
@@ -34,14 +35,6 @@ def _add_lines(text: list[str], path: str, seen: list[str]) -> None:
         if below not in seen and len(seen) < MAX_FILES:
             seen.append(below)
             _add_lines(text, below, seen)
-
-
-def _read_file(path: str) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(22, "not a file", path)
-        return file.read(MAX_BYTES).decode(errors="replace").replace("\0", "?")
 
 
 def read_values(path: str) -> dict[str, str]:

@@ -9,6 +9,12 @@ import pytest
 
 from gemini_hpc.cli.failures import read_lines
 from gemini_hpc.cli.frame import UserError
+from gemini_hpc.cli.main import main
+
+from .test_help import ALL, at
+
+WITH_SETTINGS = [words for words in ALL if any("--config" in a.option_strings for a in at(words)._actions)]
+ALSO_NEEDED = {"requeue": ["--after-save"], "export": ["--format", "torch", "-o", "/tmp/never"]}
 
 
 def test_lines(tmp_path: Path) -> None:
@@ -33,3 +39,16 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
         assert str(refused.value).startswith(f"{tmp_path}")
     with pytest.raises(UserError, match="no name of a file"):
         read_lines("a\0b")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("words", WITH_SETTINGS, ids=" ".join)
+def test_no_verb_waits_for_settings_in_a_pipe(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    named = ["1" for action in at(words)._actions if not action.option_strings]
+    line = [*words, *named, *ALSO_NEEDED.get(words[0], []), "--config", str(tmp_path / "pipe")]
+    assert main(line) in (1, 2), line
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "pipe: cannot be read: not a regular file" in errors, errors

@@ -238,7 +238,7 @@ def given_back(cluster: Cluster, timeout_s: float = 20.0) -> None:
     def rest() -> list[str]:
         return [one for one in leaks(cluster) if "gemini_hpc.node.reaper" not in one and "/gemini-hpc/0" not in one]
 
-    # The reaper watches no process of a job whose end came while it slept. A check itself may ask an agent three times.
+    # The reaper watches no process of a job whose end came while it slept. A check may ask an agent three times.
     check_s = sum(reaper.AGAIN_S) + 3 * reaper.ANSWER_S
     reaper_s = reaper.LOOK_MOST_S + check_s + reaper.SWEEPS * reaper.LOG_S / 4
     try:

@@ -49,8 +49,8 @@ def longest_run(job: FakeJob, j: int) -> int:
 
 @pytest.mark.alone
 def test_chunks_go_in_idle_spans_and_change_nothing(make_job: MakeJob) -> None:
-    # The plan begins at step 27, or 6 later for each iteration that is no clean one. Its first recorded iterations end
-    # with its first round, 5 s or 32 steps after it.
+    # The plan begins at step 27, or 6 later for each iteration that is no clean one. Its first recorded iterations
+    # end with its first round, 5 s or 32 steps after it.
     options = {**TRAINING, "steps": 100}
     alone = train(None, 2, **options)
     job = make_job(2, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -99,11 +100,18 @@ def test_any_value(key: str, value: object) -> None:
         assert type(found) is type(default) or (key == "rdma" and isinstance(found, tuple))
 
 
+@pytest.mark.timeout(10)
 def test_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none: no such file"):
         load_site_settings(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
         load_site_settings(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        load_site_settings(str(tmp_path / "pipe"))
+    (tmp_path / "large").write_bytes(b"#" * (1 << 20) + "ä".encode())
+    with pytest.raises(ConfigError, match="longer than 1 MiB"):
+        load_site_settings(str(tmp_path / "large"))
     path = tmp_path / "gemini.toml"
     path.write_bytes(b"controller_host = '\xff\xfe'")
     with pytest.raises(ConfigError, match="not UTF-8"):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from gemini_hpc.core import topology
 from gemini_hpc.core.topology import TopologyError
+from gemini_hpc.files import read_regular_file
 
 # slurmd's places for it: beside slurm.conf as packaged, and where slurmctld sends it (`enable_configless`).
 SLURMS = ("/etc/slurm/topology.conf", "/run/slurm/conf/topology.conf")
@@ -70,8 +71,7 @@ def read(setting: str) -> dict[str, str]:
     path = find_path(setting)
     if not path:
         return {}
-    with open(path, encoding="utf-8", errors="replace") as file:
-        text = file.read(topology.MAX_BYTES + 1)
+    text = read_regular_file(path, topology.MAX_BYTES + 1).decode(errors="replace")
     try:
         return topology.parse(text)
     except TopologyError as error:
