@@ -15,11 +15,14 @@ def read_regular_file(path: str, most_bytes: int) -> bytes:
     Raises:
         OSError: The file cannot be read, or is not a regular file.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
         return file.read(most_bytes)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def replace_file(path: str, data: bytes, *, mode: int = 0o666, durable: bool = False) -> None:

@@ -7,6 +7,8 @@ no site has installed a prolog, `agent.own_start` starts it as the job's owner, 
 The started process stays as a small supervisor. When the agent proper dies, the supervisor starts it again, a bounded
 number of times. The supervisor also forks the agent's workers. After a restart, trainers hand their memory back to
 the new agent.
+
+SIGTERM to the supervisor ends both, as at the node's shutdown. Sent to the agent alone, it is a death like others.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
     # A shard takes two descriptors, a client one. slurmd's limit (often 1024) is meant for programs with select().
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    deaths = 0
+    deaths, asked = 0, _watch_for_sigterm()
     while True:
         started = clock.monotonic()
         tier_workers = workers.Workers(workers.run_tier_worker, score.fork)
@@ -59,6 +61,7 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
         if pid == 0:
             status = 1
             try:
+                _leave_sigterm()
                 tier_workers.sock.close()
                 status = _run_agent(settings, args, deaths > 0, workers.SupervisorChannel(tier_workers.theirs))
             except SystemExit as exc:
@@ -70,21 +73,36 @@ def _supervise(settings: Settings, args: argparse.Namespace, score: oom.OwnScore
             finally:
                 os._exit(status)
         tier_workers.theirs.close()
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-            signal.signal(signal.SIGTERM, lambda *_, child=pid: os.kill(child, signal.SIGTERM))
-        status = _attend(pid, tier_workers)
+        status = _attend(pid, tier_workers, asked)
         tier_workers.close()
         if status == 0:
             return 0
         deaths = 1 if clock.monotonic() - started > _SETTLED_S else deaths + 1
-        is_last = deaths > settings.agent_restarts or not _is_there(args.dir, args.uid)
+        # The signal may reach this process a moment after the agent, which has died of it.
+        is_asked = bool(select.select([asked], [], [], 0.05 * deaths)[0])
+        is_last = is_asked or deaths > settings.agent_restarts or not _is_there(args.dir, args.uid)
+        how = "ended by SIGTERM" if is_asked else f"died (status {status}, death {deaths})"
         follows = f"no other follows, and the job is not protected on {args.node}" if is_last else "starting another"
         with suppress(OSError):  # the job's directory may be full
-            text = f"gemini-hpc: agent of job {args.job} died (status {status}, death {deaths}): {follows}"
-            print(text, file=sys.stderr, flush=True)
+            print(f"gemini-hpc: agent of job {args.job} {how}: {follows}", file=sys.stderr, flush=True)
         if is_last:
             return 1  # root has removed the job's directory, so no process could reach another agent
-        clock.sleep(0.05 * deaths)
+
+
+def _watch_for_sigterm() -> int:
+    """Return a descriptor that is readable from SIGTERM on; never where the starter has had SIGTERM ignored."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    return reader
+
+
+def _leave_sigterm() -> None:
+    """Die of SIGTERM in the agent, unless the starter has had SIGTERM ignored."""
+    signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _is_there(directory: str, uid: int) -> bool:
@@ -94,17 +112,21 @@ def _is_there(directory: str, uid: int) -> bool:
         return False
 
 
-def _attend(agent: int, tier_workers: workers.Workers) -> int:
-    """Fork workers until the agent has ended, and return its status."""
+def _attend(agent: int, tier_workers: workers.Workers, asked: int) -> int:
+    """Fork workers until the agent has ended, and return its status. End the agent once `asked` is readable."""
     process = os.pidfd_open(agent)
     try:
-        listens = True
+        listens, is_asked = True, False
         while True:
             wanted = [process, *tier_workers.list_pidfds(), *([tier_workers.sock.fileno()] if listens else [])]
+            wanted += [] if is_asked else [asked]
             poll = select.poll()
             for fd_wanted in wanted:
                 poll.register(fd_wanted, select.POLLIN)
             ready = {fd for fd, _ in poll.poll()}
+            if asked in ready:
+                is_asked = True
+                signal.pidfd_send_signal(process, signal.SIGKILL)
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
                 if child[0] == agent:
                     return child[1]
