@@ -54,11 +54,12 @@ def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
     assert job.output().count("restart 1 of 1") == 1
 
 
-@pytest.mark.parametrize("python", ["python", "python -m gemini_hpc.launch"])
-def test_a_signal_from_the_user_is_no_failure(lite: Lite, python: str) -> None:
+@pytest.mark.parametrize(("python", "nodes"), [("python", 1), ("python -m gemini_hpc.launch", 3)])
+def test_a_signal_from_the_user_is_no_failure(lite: Lite, python: str, nodes: int) -> None:
     """The signal goes past the batch script: `lite.py` dies of it, and stays so. A launcher passes it on: with
-    proctrack/cgroup no other process gets it."""
-    job = lite(run=RUN, python=python)
+    proctrack/cgroup no other process gets it. Without launchers srun may end one rank of several before the signal
+    reaches it, and then reports that rank's SIGTERM."""
+    job = lite(run=RUN, python=python, nodes=nodes, replicas=min(2, nodes))
     job.reach(5)
     sent = job.cluster.run(["scancel", "--signal=USR1", str(job.id)], user="alice")
     assert sent.returncode == 0, sent.stderr
