@@ -94,7 +94,10 @@ def test_an_agent_lives_in_a_scope_outside_of_its_job(site: Machine) -> None:
 
 
 def test_a_killed_rank_and_a_lost_machine(site: Machine, start: Callable[[str], Machine]) -> None:
-    """The step begins again; then the power of n2 is cut, and the job waits for it and resumes from n1's memory."""
+    """The step begins again; then the power of n2 is cut, and the job waits for it and resumes from n1's memory.
+
+    The same when n2 is shut down in order. Slurm's slurmstepd.scope lasts for systemd's 90 s then, the agent's not.
+    """
     other = start("n2")
     other.sh((HERE / "install.sh").read_text(), _INSTALL_S)
     job = site.sh(_JOB.format(nodes=2, output="two.txt")).splitlines()[-1]
@@ -105,18 +108,34 @@ def test_a_killed_rank_and_a_lost_machine(site: Machine, start: Callable[[str], 
     before = wait_for_version(site, job, resumed + 5)
     other.sh("sync")  # its system was not installed a minute ago, as here
     other.cut()
+    other = back_to_its_job(site, start, job, 0)
+    assert "cred_state: jobs that come back" in other.sh("journalctl -u gemini-hpc-boot")
+    resumed, repeated = wait_for_resume(site, 2)
+    assert resumed >= before and repeated <= 1
+    before = wait_for_version(site, job, resumed + 5)
+    shown = len(other.console.read_bytes())
+    other.power_off()
+    assert b"geminihpc" not in other.console.read_bytes()[shown:].partition(b"stop running")[2]
+    other = back_to_its_job(site, start, job, 1)
+    resumed, repeated = wait_for_resume(site, 3)
+    assert resumed >= before and repeated <= 1
+    site.sh(f'scancel {job}; while [ -n "$(squeue -h)" ]; do sleep 1; done')
+    other.cut()
+
+
+def back_to_its_job(site: Machine, start: Callable[[str], Machine], job: str, restart: int) -> Machine:
+    """Wait until the job is requeued because n2 has gone, and start n2 again."""
     site.sh(f"for _ in $(seq 90); do [ $(squeue -h -j {job} -o %T) = PENDING ] && exit 0; sleep 2; done; exit 1")
-    assert site.sh("sinfo -h -R -n n2 -o %E") == f"gemini-hpc: no answer from slurmd and agent, job {job} restart 0"
+    assert (
+        site.sh("sinfo -h -R -n n2 -o %E")
+        == f"gemini-hpc: no answer from slurmd and agent, job {job} restart {restart}"
+    )
     back = start("n2")
     back.sh(
         "for _ in $(seq 90); do systemctl is-active slurmd && exit 0; sleep 1; done; journalctl -u slurmd; exit 1"
     )
-    assert "cred_state: jobs that come back" in back.sh("journalctl -u gemini-hpc-boot")
     site.sh("scontrol update NodeName=n2 State=RESUME")
-    resumed, repeated = wait_for_resume(site, 2)
-    assert resumed >= before and repeated <= 1
-    site.sh(f'scancel {job}; while [ -n "$(squeue -h)" ]; do sleep 1; done')
-    back.cut()
+    return back
 
 
 def wait_for_version(site: Machine, job: str, least: int) -> int:
