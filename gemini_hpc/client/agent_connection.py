@@ -39,6 +39,10 @@ class AgentLost(ConnectionError):
     """An error: no agent is at the other end now."""
 
 
+class Unsent(AgentLost):
+    """An error: the request has not been sent on any connection."""
+
+
 class AgentRefused(RuntimeError):
     """An error: the agent answered with a refusal."""
 
@@ -149,8 +153,9 @@ os.register_at_fork(after_in_child=_forget_clients)
 class AgentClient:
     """A rank's connection to the agent; any thread may send requests, one at a time.
 
-    A watcher thread notices the agent's death at once: `lost` becomes true and requests raise AgentLost. The watcher
-    then reconnects in the background without a time limit.
+    A watcher thread notices the agent's death at once: `lost` becomes true and requests raise AgentLost. A request
+    that is not answered in time ends the connection, too. The watcher then reconnects in the background without a
+    time limit.
     """
 
     def __init__(
@@ -180,7 +185,7 @@ class AgentClient:
         self.first: local.Welcome | None = None  # an agent that comes back must belong to the same round
         self._page: ControlPage | None = None
         self._events: deque[local.Event] = deque(maxlen=EVENTS_KEPT)
-        self._kept: local.Message | None = None  # the last event that was queued again
+        self._resent: local.Message | None = None  # the last event that was queued again
         self._posted: dict[type[Posted], Posted] = {}
         self._events_changed = threading.Condition()
         self._sending_event = False
@@ -255,7 +260,7 @@ class AgentClient:
         self._hello = msgspec.structs.replace(hello, rejoin=True)
         self.first = welcome
         self._sock = sock
-        threading.Thread(target=self._watch, name="gemini-agent", daemon=True).start()
+        threading.Thread(target=self._watch, args=(sock,), name="gemini-agent", daemon=True).start()
         threading.Thread(target=self._send_events, name="gemini-events", daemon=True).start()
         return welcome
 
@@ -291,19 +296,21 @@ class AgentClient:
         """Send a message and return the reply with its descriptors, which the caller closes.
 
         Raises:
-            AgentLost: There is no agent, or it does not answer within `timeout_s` seconds.
+            Unsent: There is no agent, or an earlier request still waits after `timeout_s` seconds.
+            AgentLost: The agent does not answer within `timeout_s` seconds.
             AgentRefused: The agent answered with an error.
         """
         if not self._lock.acquire(timeout=timeout_s):
-            raise AgentLost("the agent has not answered an earlier request")
+            raise Unsent("the agent has not answered an earlier request")
         try:
             sock = self._sock
             if sock is None:
-                raise AgentLost("the agent of this node is gone")
+                raise Unsent("the agent of this node is gone")
             try:
                 reply, fds = _exchange(sock, message, timeout_s)
             except AgentLost:
                 # a late answer would be read as the next request's, so end this connection
+                self._sock = None
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
                 raise
@@ -321,7 +328,8 @@ class AgentClient:
         """Queue an entry for the event log without waiting for its transmission.
 
         The oldest entry is dropped if the agent is slower than the events. Without an agent the entry waits for the
-        next one: a version that this rank has skipped must not be waited for.
+        next one: a version that this rank has skipped must not be waited for. An entry whose connection ends before
+        the answer is sent once more, on the next connection.
         """
         event = local.Event(name=name, version=version, t=clock.time() if t is None else t, detail=detail)
         with self._events_changed:
@@ -367,19 +375,20 @@ class AgentClient:
             if isinstance(message, local.Event) or len(local.encode(message)) <= local.MAX_PACKET_BYTES:
                 try:
                     self.request(message)
-                except AgentLost:
+                except Unsent:
                     self._keep_event(message)
+                except AgentLost:
+                    # at most once: the event itself may have ended the connection
+                    if message is not self._resent:
+                        self._resent = message
+                        self._keep_event(message)
                 except AgentRefused:
                     pass
 
     def _keep_event(self, message: local.Message) -> None:
-        """Queue an event again that the agent has not answered, ahead of the newer ones.
-
-        This is done once for an event: it may be the reason why the connection has ended.
-        """
+        """Queue an event again that the agent has not answered, ahead of the newer ones."""
         with self._events_changed:
-            if isinstance(message, local.Event) and message is not self._kept and len(self._events) < EVENTS_KEPT:
-                self._kept = message
+            if isinstance(message, local.Event) and len(self._events) < EVENTS_KEPT:
                 self._events.appendleft(message)
 
     @property
@@ -405,10 +414,8 @@ class AgentClient:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _watch(self) -> None:
-        while not self._closed.is_set():
-            sock = self._sock
-            assert sock is not None
+    def _watch(self, sock: socket.socket | None) -> None:
+        while sock is not None and not self._closed.is_set():
             poll = select.poll()
             poll.register(sock, select.POLLRDHUP)  # data belongs to the requesting thread; watch only for the end
             while not self._closed.is_set() and not poll.poll(1000):
@@ -419,17 +426,16 @@ class AgentClient:
                 self._on_lost()
             with self._lock:
                 sock.close()
-            if not self._reconnect():
-                return
+            sock = self._reconnect()
 
-    def _reconnect(self) -> bool:
-        """Return True once connected again, False if closed or the agent belongs to another incarnation."""
+    def _reconnect(self) -> socket.socket | None:
+        """Return the new connection; None if closed, or if the agent belongs to another incarnation."""
         assert self._hello is not None
         started = clock.monotonic()
         while not self._closed.is_set():
             fast = clock.monotonic() - started < RETRY_FAST_FOR_S
             if self._closed.wait(RETRY_FAST_S if fast else RETRY_SLOW_S):
-                return False
+                return None
             try:
                 sock = connect(self._path)
             except AgentLost:
@@ -442,12 +448,12 @@ class AgentClient:
 
                 if not self._rejoin(welcome, exchange):
                     sock.close()
-                    return False
+                    return None
             except (AgentLost, AgentRefused):
                 sock.close()
                 continue
             with self._events_changed:
                 self._sock = sock
                 self._events_changed.notify_all()
-            return True
-        return False
+            return sock
+        return None

@@ -139,6 +139,9 @@ class Node:
                     return
                 request = local.request_decoder.decode(data)
                 self.asked.append(type(request))
+                if isinstance(request, local.Event) and request.version in self.job.hangs_up:
+                    self.job.hangs_up.remove(request.version)
+                    return
                 delay = self.job.delay.get(type(request).__name__, 0.0)
                 if delay:
                     time.sleep(delay)
@@ -352,6 +355,7 @@ class FakeJob:
         self.speaks = ~0  # mask of the protocol versions that these agents take
         self.verdict = local.Verdict(alive=("a", "b"))
         self.delay: dict[str, float] = {}
+        self.hangs_up: list[int] = []  # versions: at an event of each the connection ends, once for an entry
         self.seal_until = 1 << 30
         self.nodes = [Node(self, rank, str(directory / f"agent{rank}.sock")) for rank in range(nodes)]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -99,24 +101,103 @@ def test_the_next_agent_gets_the_events_that_the_dead_one_missed(make_job: MakeJ
     assert [e.version for e in job.saw("skipped")] == [7, 8]
 
 
-def test_an_event_that_ends_the_connection_is_sent_twice_at_most(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def may_notice(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, the watcher sees no end of a connection."""
+    may, poll = threading.Event(), select.poll
+
+    class Blind:
+        def __init__(self) -> None:
+            self._poll = poll()
+            self.register = self._poll.register
+
+        def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
+            if threading.current_thread().name == "gemini-agent":
+                may.wait()
+            return self._poll.poll(timeout_ms)
+
+    monkeypatch.setattr(select, "poll", Blind)
+    yield may
+    may.set()
+
+
+def test_an_event_that_a_dying_agent_has_read_reaches_the_next_one(
+    make_job: MakeJob, may_notice: threading.Event
 ) -> None:
+    """However late the watcher notices the death."""
+    job = make_job(1, 1)
+    agent = joined(job)
+    job.hangs_up = [1]
+    for version in (1, 2, 3):
+        agent.queue_event("skipped", version)
+    until(lambda: agent.lost or not (agent._waiting or agent._sending_event), what="the loss")
+    may_notice.set()
+    until(lambda: len(job.saw("skipped")) == 3, what="the events")
+    agent.close()
+    assert [e.version for e in job.saw("skipped")] == [1, 2, 3]
+
+
+def test_an_event_after_a_failed_request_waits_for_the_next_agent(
+    make_job: MakeJob, may_notice: threading.Event
+) -> None:
+    job = make_job(1, 1)
+    agent = joined(job)
+    job.nodes[0].die()
+    with pytest.raises(AgentLost):
+        agent.request(local.BeginVersion("s", 0, 1))
+    assert agent.lost, "the connection is known to be dead before the watcher notices"
+    agent.queue_event("skipped", 1)
+    job.nodes[0].start()
+    may_notice.set()
+    until(lambda: len(job.saw("skipped")) == 1, what="the event")
+    agent.close()
+    assert agent._resent is None, "it has been sent on the new connection only"
+
+
+def test_an_event_that_ends_the_connection_is_sent_twice_at_most(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    agent = joined(job)
+    job.hangs_up = [1] * 10
+    for version in (1, 2):
+        agent.queue_event("skipped", version)
+    until(lambda: job.saw("skipped"), what="the event behind it")
+    agent.close()
+    assert len(job.hangs_up) == 8 and [e.version for e in job.saw("skipped")] == [2]
+    assert len(job.nodes[0].hellos) == 3, "each try was on a connection of its own"
+
+
+def test_an_event_that_has_not_been_sent_is_not_dropped(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request may wait for its answer for longer than the event waits for its turn."""
     job = make_job(1, 1)
     agent = joined(job)
     request, tries = agent.request, list[int]()
 
-    def lose(message: local.Message, **options: Any) -> Any:
-        if isinstance(message, local.Event) and message.version == 1:
-            tries.append(1)
-            raise AgentLost("the agent has closed the connection")
-        return request(message, **options)
+    def ask(message: local.Message, **options: Any) -> Any:
+        tries.append(1)
+        return request(message, timeout_s=0.01)
 
-    monkeypatch.setattr(agent, "request", lose)
-    for version in (1, 2):
-        agent.queue_event("skipped", version)
+    with agent._lock:
+        monkeypatch.setattr(agent, "request", ask)
+        agent.queue_event("skipped", 1)
+        until(lambda: len(tries) >= 3, what="two tries in vain")
+        monkeypatch.setattr(agent, "request", request)
+    until(lambda: job.saw("skipped"), what="the event")
     agent.close()
-    assert len(tries) == 2 and [e.version for e in job.saw("skipped")] == [2]
+
+
+def test_an_event_that_waits_for_another_agent_ends_with_the_client(
+    make_job: MakeJob, may_notice: threading.Event
+) -> None:
+    job = make_job(1, 1)
+    before = threading.enumerate()
+    agent = joined(job)
+    senders = [t for t in threading.enumerate() if t.name == "gemini-events" and t not in before]
+    job.hangs_up = [1]
+    agent.queue_event("skipped", 1)
+    until(lambda: agent.lost, what="the loss")
+    agent.close()
+    until(lambda: not any(t.is_alive() for t in senders), what="the end of the sender")
+    assert len(senders) == 1 and not job.saw("skipped")
 
 
 def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:
