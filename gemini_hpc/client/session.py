@@ -253,10 +253,10 @@ class RankSession:
         """Record a finding for the report."""
         self.findings.append(text)
 
-    def record_event(self, name: str, detail: str, version: int | None = None) -> None:
-        """Send an entry to the event log if there is an agent."""
+    def record_event(self, name: str, detail: str) -> None:
+        """Send an entry to the event log if there is an agent. For what becomes of a version see `report_version`."""
         if self.client is not None and not self.client.lost:
-            self.client.queue_event(name, self.version if version is None else version, detail)
+            self.client.queue_event(name, self.version, detail)
 
     def record_incident(self, name: str, version: int, reason: str) -> None:
         """Record an incident of a version, and print each kind of incident once. Any thread may call this."""

@@ -85,7 +85,7 @@ class Calls:
                 + f"{difference}. Call step() once in each iteration on every rank; {end}"
             )
         session.count_unsaved("void")
-        session.record_event("void", difference, version)
+        session.report_version("void", version, difference)
         return True
 
 

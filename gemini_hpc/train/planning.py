@@ -268,7 +268,7 @@ class Planning:
                 "next version"
             )
         session.count_unsaved("skipped")
-        session.record_event("skipped", f"rank {session.rank}: {why}")
+        session.report_version("skipped", session.version, why)
 
     def record_fit(self) -> None:
         """Record that all tensors are as planned."""

@@ -285,7 +285,7 @@ class Versions:
         if planning.record_mismatches(misfits):
             session.say(f"rank {session.rank}: version {session.version} skipped: {why}; making a new plan")
         session.count_unsaved("skipped")
-        session.record_event("skipped", f"rank {session.rank}: {why}")
+        session.report_version("skipped", session.version, why)
         self._gate.uncaptured_version = session.version
 
     def _ship(self, job: CaptureJob | None) -> None:
