@@ -195,7 +195,7 @@ class RankRequests:
         if training is None or training.present.get(rank) is not client:
             return
         if m.name in ("skipped", "void"):  # such versions are steps, too
-            training.pace.record_version(m.version)
+            training.pace.record_version(m.version, clock.time() - m.t)
             self._leave_out(client, m.version)
             for (name, rank), keeper in self._keepers.items():
                 shard = self._store.get(name, rank)
