@@ -12,7 +12,44 @@ from gemini_hpc.wire.control_page import ControlPage
 _POLL_S = 0.0003  # pause between two reads of the control page: a seal is seen within it
 _PROBE_S = 0.25  # a degraded rank, which no longer waits, checks once for so long whether seals are back
 _RAREST_PROBE = 64
+_LOOK_S = 0.01  # pause between two reads while an event is awaited, short beside any budget
 _STOPPED_S = 1.0  # a longer poll means that this process was stopped (a suspended job), and so were its peers
+
+
+class Wait:
+    """A wait of a program, and the seconds of it in which a node or an agent was missing.
+
+    Attributes:
+        stuck: A node or an agent was missing at the last `poll`.
+        failing_s: Seconds up to that moment in which one was missing.
+    """
+
+    def __init__(self, is_stuck: Callable[[], bool]) -> None:
+        """Begin a wait.
+
+        Args:
+            is_stuck: Returns whether a node or an agent is missing.
+        """
+        self._is_stuck, self.stuck, self.failing_s = is_stuck, is_stuck(), 0.0
+        self._began = self._looked = clock.monotonic()
+
+    def poll(self) -> None:
+        """Count the seconds since the last call, and find out whether a node or an agent is missing now."""
+        now = clock.monotonic()
+        self.failing_s += now - self._looked if self.stuck else 0.0
+        self._looked, self.stuck = now, self._is_stuck()
+
+    def count_own_s(self) -> float:
+        """Return the seconds so far in which nothing was missing."""
+        self.poll()
+        return self._looked - self._began - self.failing_s
+
+    def await_event(self, event: threading.Event, within_s: float = math.inf) -> bool:
+        """Return whether the event is set within so many seconds."""
+        while within_s > 0.0 and not event.wait(min(_LOOK_S, within_s)):
+            self.poll()
+            within_s -= _LOOK_S
+        return event.is_set()
 
 
 class SealGate:
@@ -56,7 +93,6 @@ class SealGate:
         self._missed: tuple[tuple[int, int], float] | None = None
         self._lock = threading.Lock()
         self.waited_s = 0.0
-        self.failing_s = 0.0  # of these, seconds in which a node or an agent was missing
 
     @property
     def sealed(self) -> tuple[int, int]:
@@ -149,6 +185,7 @@ class SealGate:
         began_at: Callable[[], float] = lambda: 0.0,
         quiet_s: float = 0.0,
         epoch: int | None = None,
+        part_of: Wait | None = None,
     ) -> bool:
         """Return True once `version` is sealed, or False when further waiting is pointless.
 
@@ -164,6 +201,7 @@ class SealGate:
             quiet_s: Seconds for which no data need arrive, if more than the timeout, because digests and votes take
                 time.
             epoch: Epoch of the version, None for that of this launch.
+            part_of: The caller's wait, which counts the seconds in which a node or an agent is missing.
         """
         wanted = self._epoch if epoch is None else epoch, version
         limit_s = self._timeout_s
@@ -179,16 +217,20 @@ class SealGate:
         quiet_s = max(limit_s, quiet_s) if limit_s == self._timeout_s else limit_s
         degradings = self._degradings
         started = looked = clock.monotonic()
-        stopped_s, failing_s, is_sealed, stuck, lost_at = 0.0, 0.0, False, False, math.inf
+        stopped_s, late_s, is_sealed, lost_at = 0.0, 0.0, False, math.inf
+        whole = part_of or Wait(self.is_stuck)
         try:
             while self.sealed < wanted:
                 now = clock.monotonic()
-                stopped_s += now - looked if now - looked > _STOPPED_S else 0.0
-                failing_s += now - looked if stuck else 0.0
-                looked = now
+                passed_s, looked = now - looked, now
+                if passed_s > _STOPPED_S:
+                    stopped_s += passed_s
+                elif not whole.stuck:
+                    late_s = min(late_s + passed_s, max(0.0, now - began_at()))
                 if is_hopeless() or self._degradings != degradings:
                     return False
-                page, stuck = self._find_page(), self.is_stuck()
+                whole.poll()
+                page, stuck = self._find_page(), whole.stuck
                 if page is not None and page.abandoned >= wanted and not stuck:
                     self._until_probe = 1  # the agents decide again: waiting costs little
                     return False
@@ -208,15 +250,15 @@ class SealGate:
                         "the agents cannot seal: a node is missing, or a recovery goes on" if stuck else late
                     )
                     return False
-                if not stuck and now - max(begun, began_at()) - failing_s > patience_s:
+                if not stuck and late_s > patience_s:
                     return False
                 clock.sleep(_POLL_S)
             is_sealed = True
             return True
         finally:
             self._patient = self._patient and is_sealed
-            self.waited_s += clock.monotonic() - started
-            self.failing_s += failing_s
+            with self._lock:
+                self.waited_s += clock.monotonic() - started
 
     def _probes(self) -> bool:
         """Return whether this call waits although the gate is degraded."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gemini_hpc.client.seal_wait import Wait
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.train.device import graphs
 from gemini_hpc.train.engine import RunningEngine, SaveEngine
@@ -116,11 +117,6 @@ class OptimizerGate:
         """Return the seconds waited for seals, and before steps that a death would have repeated."""
         return self._session.gate.waited_s + self._session.guard.waited_s
 
-    @property
-    def _failing_s(self) -> float:
-        """Return the seconds, of those waited, in which a node or an agent was missing."""
-        return self._session.gate.failing_s + self._session.guard.waited_s
-
     # ---- before the optimizer --------------------------------------------------------------------------
 
     def wait_before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -191,18 +187,19 @@ class OptimizerGate:
     def _wait(self) -> None:
         session = self._session
         self.passed = True
-        began, failing_s = time.perf_counter(), self._failing_s
+        began, wait = time.perf_counter(), Wait(session.gate.is_stuck)
         job, running = self.job, self._engine.running
         if running is not None:
             running.controller.record_gate_reached()
         if job is None and self.resumed_from is not None:
             # The chosen version may not have been sealed: until it is, it must not become the past (R2).
             epoch, version = self.resumed_from
-            session.gate.wait(version, lambda: not session.protected, epoch=epoch)
+            session.gate.wait(version, lambda: not session.protected, epoch=epoch, part_of=wait)
         elif running is not None and self.uncaptured_version == session.version:
-            self._wait_for_others(running.controller.patience_s)
+            self._wait_for_others(running.controller.patience_s, wait)
         elif running is not None and job is not None:
-            self._wait_for_job(running, job, began)
+            self._wait_for_job(running, job, wait)
+        ours_s = wait.count_own_s()  # the guard waits only where a node or an agent is missing
         if running is not None and running.controller.scheme != "none" and session.protected:
             if session.guard.is_leaving():
                 self._stand_by(job)
@@ -210,24 +207,24 @@ class OptimizerGate:
             session.guard.wait_for_seal(self._find_indispensable(repeats))
         spent = time.perf_counter() - began
         if running is not None:
-            running.controller.record_wait(spent, spent - (self._failing_s - failing_s))
+            running.controller.record_wait(spent, ours_s)
         self._times.record_wait(spent)
 
-    def _wait_for_job(self, running: RunningEngine, job: CaptureJob, began: float) -> None:
+    def _wait_for_job(self, running: RunningEngine, job: CaptureJob, wait: Wait) -> None:
         """Wait until the copy no longer reads the tensors, and for the seal if the version is due."""
         session = self._session
-        self.wait_until_left(job)
+        self.wait_until_left(job, wait)
         if job.version == session.version:
-            running.controller.record_copy_wait(time.perf_counter() - began)
+            running.controller.record_copy_wait(wait.count_own_s())
             changed = running.plan.capture.audit(job)
             for key in changed if not job.hopeless else ():  # a void version is reported already
                 session.record_incident(
                     "changed", job.version, f"{key} changed between step() and the optimizer's step"
                 )
         if running.controller.is_due(job.version):
-            self.wait_for_seal(running, job, time.perf_counter() - began)
+            self.wait_for_seal(running, job, wait)
 
-    def _wait_for_others(self, patience_s: float) -> None:
+    def _wait_for_others(self, patience_s: float, wait: Wait) -> None:
         """Wait until the other ranks have given up this version, too.
 
         A rank ahead of them refuses their copies.
@@ -235,7 +232,7 @@ class OptimizerGate:
         session, pacer = self._session, self._engine.pacer
         if session.world > 1 and self._max_repeated == 1:
             over = lambda: not session.protected  # noqa: E731
-            session.gate.wait(self.uncaptured_version, over, lambda: pacer.progress_at, patience_s)
+            session.gate.wait(self.uncaptured_version, over, lambda: pacer.progress_at, patience_s, part_of=wait)
 
     def _stand_by(self, job: CaptureJob | None) -> None:
         """Wait for the end if the job is about to leave a node and this version is kept.
@@ -261,21 +258,22 @@ class OptimizerGate:
         resumed = self.resumed_from
         return resumed if resumed is not None and version <= resumed[1] else (self._session.epoch, version)
 
-    def wait_until_left(self, job: CaptureJob) -> None:
+    def wait_until_left(self, job: CaptureJob, wait: Wait | None = None) -> None:
         """Wait until the copying thread has its data. A copy that has not begun in time is cancelled."""
         if job.left.is_set():
             return
         job.wanted = True
         self._engine.pacer.wake()
         gate = self._session.gate
-        if job.left.wait(0.0 if gate.degraded and not job.started else self._session.seal_timeout_s):
+        wait = wait or Wait(gate.is_stuck)
+        if wait.await_event(job.left, 0.0 if gate.degraded and not job.started else self._session.seal_timeout_s):
             return
         if gate.degraded and not job.started:
-            job.left.wait(_TO_BEGIN_S)
+            wait.await_event(job.left, _TO_BEGIN_S)
         if not job.left.is_set() and not job.cancel():
-            job.left.wait()  # a copy in memory is in progress: it ends
+            wait.await_event(job.left)  # a copy in memory is in progress: it ends
 
-    def wait_for_seal(self, running: RunningEngine, job: CaptureJob, waited_s: float = 0.0) -> None:
+    def wait_for_seal(self, running: RunningEngine, job: CaptureJob, wait: Wait | None = None) -> None:
         """Wait until this version is sealed, before the training goes on (R2).
 
         The wait is bounded: see `SealGate.wait`.
@@ -283,7 +281,7 @@ class OptimizerGate:
         Args:
             running: The running engine.
             job: The version.
-            waited_s: Seconds that this optimizer step has already waited, for the copy. They are part of the bound.
+            wait: The wait of this optimizer step so far, for the copy. It is part of the bound.
         """
         session, gate, pacer, controller = self._session, self._session.gate, self._engine.pacer, running.controller
         job.hurried = True
@@ -299,9 +297,10 @@ class OptimizerGate:
             job.version,
             lambda: job.hopeless or not session.protected,
             lambda: pacer.progress_at,
-            max(0.0, controller.patience_s - waited_s),
+            max(0.0, controller.patience_s - (wait.count_own_s() if wait is not None else 0.0)),
             lambda: pacer.arrived_at,
             controller.compute_quiet_s(session.seal_timeout_s),
+            part_of=wait,
         )
         if not self.late or not session.protected or gate.degraded:
             return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from waiting import until
 
 from gemini_hpc.client.agent_connection import AgentLost
-from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.client.seal_wait import SealGate, Wait
 from gemini_hpc.format.slot_header import SlotLayout
+from gemini_hpc.train.optimizer_gate import OptimizerGate, Times
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.state.capture import Bound, CaptureJob
@@ -280,13 +282,112 @@ def test_a_version_that_the_agents_have_given_up_is_known_as_such(scene: Scene) 
     assert scene.gate.is_abandoned(7) and not scene.gate.is_abandoned(8) and not scene.said
 
 
-def test_seconds_in_which_a_node_is_missing_are_no_cost_of_a_version(scene: Scene) -> None:
+class Agenda:
+    """The waits' clock, which goes on only while something waits, and what happens at its moments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *events: tuple[float, Callable[[], None]]) -> None:
+        self.now, self.events = 0.0, sorted(events, key=itemgetter(0))
+        monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.monotonic", lambda: self.now)
+        monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self.events and self.now >= self.events[0][0]:
+            self.events.pop(0)[1]()
+
+
+def test_seconds_in_which_a_node_is_missing_are_no_cost_of_a_version(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They neither end the training's patience nor make versions rarer."""
+    back, seal = lambda: scene.page.set_state(control_page.STATE_PROTECTED), lambda: scene.page.set_sealed(3, 7)
     scene.page.set_state(control_page.STATE_DEGRADED)
-    threading.Timer(0.6, lambda: scene.page.set_state(control_page.STATE_PROTECTED)).start()
-    threading.Timer(0.8, lambda: scene.page.set_sealed(3, 7)).start()
-    assert scene.gate.wait(7, lambda: False, patience_s=0.5)
-    assert 0.5 < scene.gate.failing_s < scene.gate.waited_s - 0.1
+    Agenda(monkeypatch, (0.6, back), (0.8, seal))
+    whole = Wait(scene.gate.is_stuck)
+    assert scene.gate.wait(7, lambda: False, patience_s=0.5, part_of=whole)
+    assert whole.failing_s == pytest.approx(0.6, abs=0.01) and whole.count_own_s() == pytest.approx(0.2, abs=0.01)
+    assert scene.gate.waited_s == pytest.approx(0.8, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("missing_s", "stopped", "arrives", "ends"),
+    [
+        (3.0, False, 0.0, 4.5),
+        (3.0, False, 4.0, 5.5),  # a device that comes when all nodes are back
+        (0.0, True, 0.0, 61.5),
+        (61.0, True, 0.0, 62.5),
+        (61.0, True, 62.0, 63.5),
+    ],
+)
+def test_patience_is_the_time_in_which_the_version_could_have_been_sealed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, missing_s: float, stopped: bool, arrives: float, ends: float
+) -> None:
+    """No second is taken off twice, nor one from before the device has come."""
+    back = missing_s, lambda: scene.page.set_state(control_page.STATE_PROTECTED)
+    agenda = Agenda(monkeypatch, *[(1.0, lambda: agenda.sleep(60.0))] * stopped, back)
+    scene.page.set_state(control_page.STATE_DEGRADED)
+    agenda.sleep(0.0)
+    came = lambda: min(agenda.now, arrives)  # noqa: E731
+    assert not scene.gate.wait(7, lambda: False, patience_s=1.5, began_at=came)
+    assert agenda.now == pytest.approx(ends, abs=0.01) and not scene.said
+
+
+def test_the_training_counts_the_missing_seconds_of_its_own_wait(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replicator has waited for the version before for 2 s when the training comes to wait for the copy."""
+    agenda = Agenda(monkeypatch, (2.3, lambda: end_replicators_wait()))  # noqa: PLW0108 - defined later
+    monkeypatch.setattr("gemini_hpc.train.optimizer_gate.time", SimpleNamespace(perf_counter=lambda: agenda.now))
+    scene.page.set_state(control_page.STATE_DEGRADED)
+    job: Any = CaptureJob(2, b"", [], Bound([]), [], None)
+
+    def end_replicators_wait() -> None:
+        """As the other thread's call, which began at 0.0."""
+        now, agenda.now = agenda.now, 0.0
+        agenda.events = [(now, seal)]
+        assert scene.gate.wait(1, lambda: False)
+        agenda.events = [(2.4, job.left.set)]
+
+    def seal() -> None:
+        scene.page.set_state(control_page.STATE_PROTECTED)
+        scene.page.set_sealed(3, 1)
+
+    def wait(seconds: float) -> bool:
+        until = agenda.now + seconds
+        while agenda.now < until and not job.left.is_set():
+            agenda.sleep(0.001)
+        return bool(job.left.is_set())
+
+    monkeypatch.setattr(job.left, "wait", wait)
+    waits: list[tuple[float, float]] = []
+    copies: list[float] = []
+    nothing = lambda *_: None  # noqa: E731
+    gate: Any = OptimizerGate.__new__(OptimizerGate)
+    gate._session = SimpleNamespace(
+        gate=scene.gate,
+        guard=SimpleNamespace(is_leaving=lambda: False, wait_for_seal=nothing, waited_s=0.0),
+        protected=True,
+        epoch=3,
+        version=2,
+        seal_timeout_s=60.0,
+    )
+    controller = SimpleNamespace(
+        scheme="gemini",
+        repeats=2,
+        record_gate_reached=nothing,
+        record_copy_wait=copies.append,
+        is_due=lambda version: False,
+        record_wait=lambda spent_s, ours_s: waits.append((spent_s, ours_s)),
+    )
+    plan = SimpleNamespace(capture=SimpleNamespace(audit=lambda job: ()))
+    gate._engine = SimpleNamespace(
+        running=SimpleNamespace(controller=controller, plan=plan), pacer=SimpleNamespace(wake=nothing)
+    )
+    gate.job, gate.resumed_from, gate.uncaptured_version, gate._max_repeated, gate._times = job, None, 0, 2, Times()
+    agenda.sleep(2.0)
+    gate._wait()
+    assert waits == [(pytest.approx(0.4, abs=0.02), pytest.approx(0.1, abs=0.02))]
+    assert copies == [pytest.approx(0.1, abs=0.02)], "nor does it make versions rarer"
 
 
 def test_an_abandoned_version_ends_no_wait_while_a_node_may_be_dead(scene: Scene) -> None:
