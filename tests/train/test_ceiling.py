@@ -17,10 +17,12 @@ from gemini_hpc.train.schedule.interval_controller import Agreed, IntervalContro
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.planner import Planner
+from gemini_hpc.train.schedule.trace import Iteration
 from gemini_hpc.train.schedule.traffic import Traffic
 
 from .rank_session import rank_session
 from .stopped_clock import Time
+from .timed_device import TimedDevice
 
 
 class Rounds:
@@ -300,7 +302,7 @@ def test_versions_that_are_late_again_and_again_are_seen() -> None:
 class Sending:
     """The controller of a rank that sends copies. The rounds say what this rank says."""
 
-    def __init__(self, time: Time) -> None:
+    def __init__(self, time: Time, monitor: CollectiveMonitor | None = None) -> None:
         self.time, self.version, self.sealed = time, 0, ((0, 0), 0.0)
         self.pacer, self._said = Pacer(1 << 20, 4), list[Any]()
         self._link = SimpleNamespace(
@@ -315,9 +317,9 @@ class Sending:
             rank_session(lambda text: None, outgoing=[1], seal=lambda: self.sealed),
             Planner(Traffic(), 0, [1], 1 << 20, self.pacer.meter, None),
             cast(Any, self._link),
-            CollectiveMonitor(lambda ranks: True),
+            monitor or CollectiveMonitor(lambda ranks: True),
             self.pacer,
-            cast(Any, SimpleNamespace(send_summary=lambda state, now: state())),
+            cast(Any, SimpleNamespace(send_summary=lambda state, now: state(), draw=lambda *_: None)),
         )
 
     def _begin(self, words: Sequence[Any]) -> None:
@@ -327,12 +329,13 @@ class Sending:
         self._link.sitting = False
         return self._said
 
-    def step(self, *, under_way: bool = False) -> None:
-        """The next step(), whose version is saved."""
+    def step(self, *, under_way: bool = False, waits_s: float = 0.0, ours_s: float = 0.0) -> None:
+        """The next step(), whose version is saved. ours_s: of the wait, with nothing missing."""
         self.time.now += 0.5
         self.version += 1
         self.controller.record_gate_reached()
-        self.controller.record_wait(0.0)
+        self.time.now += waits_s
+        self.controller.record_wait(waits_s, ours_s)
         self.controller.step(self.version, under_way)
         assert not self.controller.problem and self.controller.saves(self.version)
         self.job: Any = SimpleNamespace(
@@ -377,6 +380,47 @@ def test_seconds_in_which_a_node_is_missing_make_no_version_rarer(time: Time) ->
             training.seal()
         assert training.controller._budget.left_s > left_s - 0.1
         assert training.controller._compute_haste() == 0
+    finally:
+        training.controller.close()
+
+
+def test_a_device_is_charged_for_a_wait_without_its_missing_seconds(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device ends an iteration later than its host, so both come from the same iteration."""
+    monkeypatch.setattr(Iteration, "has_all_times", lambda *_: False)  # no profile
+    device = TimedDevice()
+    device.clock = lambda: time.now  # type: ignore[method-assign]
+    monitor = CollectiveMonitor(lambda ranks: True, device=lambda: device)
+    monitor.start()
+    training = Sending(time, monitor)
+    try:
+        for waits_s in (0.0, 0.0, 20.0, 0.0, 0.0):
+            training.step(waits_s=waits_s)
+        assert training.controller._budget.first_waited_s == pytest.approx(0.0, abs=1e-3)
+        for waits_s, ours_s in ((21.0, 1.0), (0.0, 0.0), (0.0, 0.0)):
+            training.step(waits_s=waits_s, ours_s=ours_s)
+        assert training.controller._budget.first_waited_s == pytest.approx(1.0, abs=1e-3)
+    finally:
+        training.controller.close()
+        assert not monitor.problem
+
+
+def test_a_plan_is_judged_without_the_seconds_in_which_a_node_is_missing(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, judged = Sending(time), list[tuple[float, float]]()
+    try:
+        for _ in range(3):
+            training.step()
+        training._link.sitting, training.controller._stage = False, "steady"
+        monkeypatch.setattr(
+            training.controller._overhead,
+            "judge_iteration",
+            lambda length_s, waited_s, *_, **__: judged.append((length_s, waited_s)) or "",
+        )
+        training.step(waits_s=21.0, ours_s=1.0)
+        assert judged == [(pytest.approx(1.5), pytest.approx(1.0))]
     finally:
         training.controller.close()
 

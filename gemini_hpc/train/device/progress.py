@@ -98,7 +98,7 @@ class Place(NamedTuple):
 class _Lap:
     """An iteration as the host launched it."""
 
-    __slots__ = ("arrived", "at_gate", "begun_s", "count", "early", "mark", "ops", "passed", "passed_at")
+    __slots__ = ("arrived", "at_gate", "begun_s", "count", "early", "failing_s", "mark", "ops", "passed", "passed_at")
 
     def __init__(self, mark: Event) -> None:
         self.mark = mark
@@ -108,6 +108,7 @@ class _Lap:
         self.early: set[int] = set()  # numbers of ops that began before an earlier one
         self.arrived: Event | None = None
         self.passed: Event | None = None
+        self.failing_s = 0.0  # between the two, on the host
         self.at_gate = False
         self.passed_at: float | None = None
 
@@ -128,7 +129,7 @@ class Front:
         self._running: list[Event] = []
         self._ended_s = 0.0
         self._moved_s = clock()
-        self.waited_s: float | None = None  # at the optimizer, in the last iteration the device ended
+        self.waited_s: float | None = None  # at the optimizer, in the last iteration the device ended; none failing
 
     # ---- called by the threads that launch ------------------------------------------------------------------
 
@@ -154,10 +155,15 @@ class Front:
             if self._laps[-1].arrived is None:
                 self._laps[-1].arrived = mark
 
-    def record_pass(self, mark: Event) -> None:
-        """Record that the host goes on to the optimizer's step."""
+    def record_pass(self, mark: Event, failing_s: float = 0.0) -> None:
+        """Record that the host goes on to the optimizer's step.
+
+        Args:
+            mark: Mark behind the wait.
+            failing_s: Seconds of the wait in which a node or an agent was missing.
+        """
         with self._lock:
-            self._laps[-1].passed = mark
+            self._laps[-1].passed, self._laps[-1].failing_s = mark, failing_s
 
     # ---- called by any thread ---------------------------------------------------------------------------------
 
@@ -258,7 +264,7 @@ class Front:
         ]
         self.waited_s = 0.0
         if over.arrived is not None and over.passed is not None and over.passed.query():
-            self.waited_s = max(0.0, over.passed.count_seconds_since(over.arrived))
+            self.waited_s = max(0.0, over.passed.count_seconds_since(over.arrived) - over.failing_s)
         lap = self._laps[0]
         lap.begun_s = min(now, self._time_mark(lap.mark, now) + _DRIFT_S)
         self._base, self._base_s, self._moved_s = lap.mark, lap.begun_s, now

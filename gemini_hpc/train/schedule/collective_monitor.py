@@ -359,11 +359,15 @@ class CollectiveMonitor:
         except Exception as error:
             self._note_error(error)
 
-    def record_gate_passed(self) -> None:
-        """Record that the wait before the optimizer's step is over."""
+    def record_gate_passed(self, failing_s: float = 0.0) -> None:
+        """Record that the wait before the optimizer's step is over.
+
+        Args:
+            failing_s: Seconds of the wait in which a node or an agent was missing.
+        """
         try:
             if self._front is not None and (event := self._record_event()) is not None:
-                self._front.record_pass(event)
+                self._front.record_pass(event, failing_s)
                 if self._iteration.whole:
                     self._iteration.passed_event = event
         except Exception as error:
@@ -378,7 +382,8 @@ class CollectiveMonitor:
     def waited_s(self) -> float | None:
         """Return the seconds that the device waited at the optimizer in the newest iteration that it has ended.
 
-        None: the training computes on the host, or no such iteration is known yet.
+        Seconds in which a node or an agent was missing do not count. None: the training computes on the host, or no
+        such iteration is known yet.
         """
         return self._front.waited_s if self._front is not None else None
 

@@ -255,7 +255,7 @@ class IntervalController:
             self._budget.spend(ours_s)
         self._waited_s += seconds
         self._failing_s += seconds - ours_s
-        self._monitor.record_gate_passed()
+        self._monitor.record_gate_passed(seconds - ours_s)
         self._pacer.record_gate_passed()
 
     @property
@@ -342,12 +342,13 @@ class IntervalController:
 
     def _step(self, version: int, under_way: bool) -> None:
         trace = self._monitor.mark() if self._pacer.traffic is not None else None
+        waited_s, self._waited_s = self._waited_s, 0.0
         # a device waits less than its host, and its wait is known later
         device_s, held_s = self._monitor.waited_s, self._monitor.held_s
-        waited_s, self._waited_s = self._waited_s, 0.0
+        held_s = waited_s if held_s is None else held_s
         failing_s, self._failing_s = self._failing_s, 0.0
         if device_s is not None and self._scheme != "blocking":
-            self._budget.spend(max(0.0, device_s - failing_s))
+            self._budget.spend(device_s)
         self._latency.poll()
         self._pacer.deferred = self._defers
         length_s = clock.monotonic() - self._begun_at
@@ -371,9 +372,10 @@ class IntervalController:
         if self._collectives.sitting:
             self._process_round(version, waited_s)
         if trace is not None:
-            self._record_trace(subtract_wait(trace, waited_s if held_s is None else held_s), version)
+            self._record_trace(subtract_wait(trace, held_s), version)
         if self._stage == "steady" and self._scheme == "gemini":
-            self._judge_iteration(waited_s if device_s is None else device_s, trace, version)
+            ours_s = waited_s - failing_s if device_s is None else device_s
+            self._judge_iteration(ours_s, failing_s, trace, held_s, version)
         self._begun_at = clock.monotonic()
         if self._pacer.meter.known:
             self._monitor.bytes_per_s = self._pacer.meter.B
@@ -468,16 +470,18 @@ class IntervalController:
         ago = self._monitor.ago
         return version - 1 - ago if ago < _BEHIND else -1
 
-    def _judge_iteration(self, waited_s: float, trace: Trace | None, version: int) -> None:
+    def _judge_iteration(
+        self, ours_s: float, failing_s: float, trace: Trace | None, held_s: float, version: int
+    ) -> None:
         """Judge an iteration under the plan."""
-        length_s = clock.monotonic() - self._begun_at
+        length_s = clock.monotonic() - self._begun_at - failing_s
         seen, j = self._overhead, self._agreed.j
-        why = seen.judge_iteration(length_s, waited_s, self._monitor.launched_before, j, self.saves(version))
+        why = seen.judge_iteration(length_s, ours_s, self._monitor.launched_before, j, self.saves(version))
         if trace is not None and self._find_recorded_version(version) >= self._since:
             journal, copies = tuple(self._pacer.journal), tuple(self._pacer.copies)
-            held_s, number = self._monitor.held_s, self._find_recorded_version(version)
+            number = self._find_recorded_version(version)
             own_s = self._cost.read_past_s(self._monitor.ago)
-            picture = Pictured(number, trace, journal, copies, waited_s if held_s is None else held_s, own_s)
+            picture = Pictured(number, trace, journal, copies, held_s, own_s)
             why = seen.compare_with_profile(picture) or why
             self._reporter.draw(seen.pictured, self._planner.profile, self._monitor.names)
         self._renew = why or self._renew
