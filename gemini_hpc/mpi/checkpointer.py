@@ -15,6 +15,7 @@ from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.chosen_version import fetch_on_all
 from gemini_hpc.client.mapped_slots import Content, MappedShard, MappedSlot, ShardOwner
+from gemini_hpc.client.seal_wait import Wait
 from gemini_hpc.client.session import RankSession
 from gemini_hpc.client.slot_requests import SlotRequests
 from gemini_hpc.client.summary_sender import SummarySender
@@ -231,10 +232,10 @@ class Checkpointer:
         # registering is collective, so the ranks must agree on the call first
         if not self._kept and self._calls.report_difference(self._calls.meet("step()")):
             return
-        began, apart_s = clock.monotonic(), 0.0
+        began, apart_s, wait = clock.monotonic(), 0.0, Wait(session.gate.is_stuck)
         begun: dict[int, int] = {}
         with self._catch_failures():
-            if self._finish_previous(interval.patience_s):
+            if self._finish_previous(wait, interval.patience_s):
                 settled = clock.monotonic()
                 kept = bool(self._kept) or self._register()
                 apart_s = clock.monotonic() - settled  # memory is taken once in a launch, not for each version
@@ -254,7 +255,7 @@ class Checkpointer:
         if begun:
             with self._catch_failures():
                 self._save(begun)
-        spent_s = (came - began - apart_s) + (clock.monotonic() - met)
+        spent_s = (came - began - apart_s - wait.failing_s) + (clock.monotonic() - met)
         interval.record_loss(spent_s)
         self._record_cost(spent_s, began if begun else None)
 
@@ -262,7 +263,7 @@ class Checkpointer:
         """Add the seconds of a `step()` to the cost of the version that it has begun, or of the one before.
 
         Args:
-            spent_s: Seconds of this `step()`, waits for the version before included.
+            spent_s: Seconds of this `step()`, waits for the version before included while nothing was missing.
             began: Time of its beginning, where it has begun a version.
         """
         waited_s, self._waited_s = self._waited_s, 0.0
@@ -385,46 +386,47 @@ class Checkpointer:
             return False
         return True
 
-    def _finish_previous(self, patience_s: float | None = None) -> bool:
+    def _finish_previous(self, wait: Wait, patience_s: float | None = None) -> bool:
         """Finish the previous version's exchange, then wait for its seal for a limited time.
 
         Args:
+            wait: The wait, which begins with this call.
             patience_s: Longest wait in seconds; None: as long as data moves, and the timeout of a seal.
 
         Returns:
             False if the exchange makes no progress in time.
         """
-        gate, began = self._session.gate, clock.monotonic()
+        gate = self._session.gate
         most_s = math.inf if patience_s is None else patience_s
         if self._exchange is None:
             self._time_seal()
             return True
         try:
-            over = self._finish_exchange(self._exchange, began, most_s)
-            left_s = max(0.0, most_s - (clock.monotonic() - began))
-            sealed = over and gate.wait(self._last, lambda: False, patience_s=left_s)
+            over = self._finish_exchange(self._exchange, wait, most_s)
+            left_s = max(0.0, most_s - wait.count_own_s())
+            sealed = over and gate.wait(self._last, lambda: False, patience_s=left_s, part_of=wait)
             if not sealed and patience_s is not None and not gate.degraded:
                 gate.record_miss(self._last)
             return over
         finally:
-            self._waited_s = clock.monotonic() - began
+            self._waited_s = wait.count_own_s()
             self._time_seal()
 
     def _time_seal(self) -> None:
         """Record how long the previous version took to its seal, or takes so far."""
         gate = self._session.gate
-        pointless = gate.degraded or gate.is_abandoned(self._last)
+        pointless = gate.degraded or gate.is_stuck() or gate.is_abandoned(self._last)
         self._interval.latency.poll(None if pointless else clock.monotonic())
 
-    def _finish_exchange(self, exchange: Exchange, began: float, most_s: float) -> bool:
-        """Return whether the exchange of the previous version is over, in `most_s` seconds from `began` on."""
+    def _finish_exchange(self, exchange: Exchange, wait: Wait, most_s: float) -> bool:
+        """Return whether the exchange of the previous version is over, in `most_s` seconds of this wait."""
         patience, moved_at = Patience(), clock.monotonic()
         while not exchange.over:
             with self._lock:
                 moved = exchange.advance()
             now = clock.monotonic()
             moved_at = now if moved else moved_at
-            late = now - began > most_s and not exchange.over
+            late = wait.count_own_s() > most_s and not exchange.over
             if late or now - moved_at > self._session.seal_timeout_s:
                 return False
             patience(moved)
@@ -481,7 +483,7 @@ class Checkpointer:
             return
         if self._session.protected:
             with suppress(Exception):
-                self._finish_previous()
+                self._finish_previous(Wait(self._session.gate.is_stuck))
         with self._wake:
             self._closed = True
             self._wake.notify_all()

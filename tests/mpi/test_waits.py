@@ -1,0 +1,82 @@
+"""What the waits of an MPI program's `step()` cost it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini_hpc import clock
+from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.core.seal_latency import VersionTimes
+from gemini_hpc.core.wait_budget import FIRST_S
+from gemini_hpc.mpi.checkpointer import Checkpointer
+from gemini_hpc.mpi.interval import Need, SaveInterval
+
+
+class Cluster:
+    """A clock that goes on while something waits. A node is missing until `back_s`; then the exchange and the seal of
+    version 1 take 0.1 s each."""
+
+    def __init__(self, back_s: float) -> None:
+        self.now_s, self._back_s = 0.0, back_s
+        self.page = SimpleNamespace(sealed=(0, 0), abandoned=(0, 0), is_stuck=back_s > 0)
+        self.exchange: Any = SimpleNamespace(over=False, advance=lambda: True)
+
+    def monotonic_ns(self) -> int:
+        return round(self.now_s * 1e9)
+
+    def time(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.page.is_stuck = self.now_s < self._back_s
+        self.exchange.over = self.now_s >= self._back_s + 0.1
+        self.page.sealed = (3, 1) if self.now_s >= self._back_s + 0.2 else (0, 0)
+
+
+@pytest.fixture(params=[0.0, 8.0])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    found = Cluster(request.param)
+    clock.use(found)
+    yield found
+    clock.use(None)
+
+
+@pytest.mark.parametrize("during", ["exchange", "seal"])
+def test_seconds_in_which_a_node_is_missing_are_no_cost_of_a_version(cluster: Cluster, during: str) -> None:
+    """They neither end the program's patience nor make versions rarer."""
+    costs: list[float] = []
+    nothing = lambda *_: None  # noqa: E731
+    interval = SaveInterval(0, 0.01, 0, nothing, lambda: (cluster.page.sealed, cluster.now_s))
+    interval.record_cost = costs.append  # type: ignore[method-assign]
+    interval.latency.begin_version(VersionTimes(1, taken_at=0.0))
+    if during == "seal":
+        cluster.exchange = SimpleNamespace(over=True)
+    gate = SealGate(lambda: cluster.page, lambda: False, 3, 60.0, nothing, nothing)  # type: ignore[arg-type,return-value]
+    met = SimpleNamespace(ready=True, lost="", need=Need())
+    ckpt: Any = Checkpointer.__new__(Checkpointer)
+    ckpt._interval, ckpt._exchange, ckpt._last, ckpt._resumed, ckpt._lost = interval, cluster.exchange, 1, True, ""
+    ckpt._waited_s = ckpt._cost_s = 0.0
+    ckpt._kept, ckpt._lock = {0: None}, threading.RLock()
+    ckpt._slots = {0: SimpleNamespace(begin=lambda version: 0)}
+    ckpt._calls = SimpleNamespace(meet=lambda *_, **__: [met], report_difference=lambda calls: False)
+    ckpt._save = nothing
+    ckpt._session = SimpleNamespace(
+        version=2,
+        protected=True,
+        gate=gate,
+        seal_timeout_s=60.0,
+        count_step=nothing,
+        report_first_iteration=nothing,
+        report_first_seal=nothing,
+        end_protection=pytest.fail,
+    )
+    ckpt._step()
+    assert cluster.page.sealed == (3, 1), "the wait has not ended before"
+    assert interval.patience_s == pytest.approx(FIRST_S - 0.2, abs=0.01)
+    assert costs == [pytest.approx(0.2, abs=0.01)]
