@@ -47,36 +47,48 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     clock.use(None)
 
 
+class Program:
+    """A rank in the `step()` after that of version 1."""
+
+    def __init__(self, cluster: Cluster, exchange: Any) -> None:
+        nothing = lambda *_: None  # noqa: E731
+        self.costs: list[float] = []
+        self.interval = SaveInterval(0, 0.01, 0, nothing, lambda: (cluster.page.sealed, cluster.now_s))
+        self.interval.record_cost = self.costs.append  # type: ignore[method-assign]
+        self.interval.latency.begin_version(VersionTimes(1, taken_at=0.0))
+        met = SimpleNamespace(ready=True, lost="", need=Need())
+        ckpt: Any = Checkpointer.__new__(Checkpointer)
+        ckpt._interval, ckpt._exchange, ckpt._last, ckpt._resumed, ckpt._lost = self.interval, exchange, 1, True, ""
+        ckpt._waited_s = ckpt._cost_s = 0.0
+        ckpt._kept, ckpt._lock = {0: None}, threading.RLock()
+        ckpt._slots = {0: SimpleNamespace(begin=lambda version: 0)}
+        ckpt._calls = SimpleNamespace(meet=lambda *_, **__: [met], report_difference=lambda calls: False)
+        ckpt._save = nothing
+        ckpt._session = SimpleNamespace(
+            version=2,
+            protected=True,
+            gate=SealGate(lambda: cluster.page, lambda: False, 3, 60.0, nothing, nothing),
+            seal_timeout_s=1.5,
+            count_step=nothing,
+            report_first_iteration=nothing,
+            report_first_seal=nothing,
+            end_protection=pytest.fail,
+        )
+        self.step = ckpt._step
+
+
 @pytest.mark.parametrize("during", ["exchange", "seal"])
 def test_seconds_in_which_a_node_is_missing_are_no_cost_of_a_version(cluster: Cluster, during: str) -> None:
     """They neither end the program's patience nor make versions rarer."""
-    costs: list[float] = []
-    nothing = lambda *_: None  # noqa: E731
-    interval = SaveInterval(0, 0.01, 0, nothing, lambda: (cluster.page.sealed, cluster.now_s))
-    interval.record_cost = costs.append  # type: ignore[method-assign]
-    interval.latency.begin_version(VersionTimes(1, taken_at=0.0))
-    if during == "seal":
-        cluster.exchange = SimpleNamespace(over=True)
-    gate = SealGate(lambda: cluster.page, lambda: False, 3, 60.0, nothing, nothing)  # type: ignore[arg-type,return-value]
-    met = SimpleNamespace(ready=True, lost="", need=Need())
-    ckpt: Any = Checkpointer.__new__(Checkpointer)
-    ckpt._interval, ckpt._exchange, ckpt._last, ckpt._resumed, ckpt._lost = interval, cluster.exchange, 1, True, ""
-    ckpt._waited_s = ckpt._cost_s = 0.0
-    ckpt._kept, ckpt._lock = {0: None}, threading.RLock()
-    ckpt._slots = {0: SimpleNamespace(begin=lambda version: 0)}
-    ckpt._calls = SimpleNamespace(meet=lambda *_, **__: [met], report_difference=lambda calls: False)
-    ckpt._save = nothing
-    ckpt._session = SimpleNamespace(
-        version=2,
-        protected=True,
-        gate=gate,
-        seal_timeout_s=60.0,
-        count_step=nothing,
-        report_first_iteration=nothing,
-        report_first_seal=nothing,
-        end_protection=pytest.fail,
-    )
-    ckpt._step()
+    program = Program(cluster, cluster.exchange if during == "exchange" else SimpleNamespace(over=True))
+    program.step()
     assert cluster.page.sealed == (3, 1), "the wait has not ended before"
-    assert interval.patience_s == pytest.approx(FIRST_S - 0.2, abs=0.01)
-    assert costs == [pytest.approx(0.2, abs=0.01)]
+    assert program.interval.patience_s == pytest.approx(FIRST_S - 0.2, abs=0.01)
+    assert program.costs == [pytest.approx(0.2, abs=0.01)]
+
+
+def test_a_version_is_not_late_while_a_node_is_missing(cluster: Cluster) -> None:
+    program = Program(cluster, SimpleNamespace(over=False, advance=lambda: False))
+    program.step()
+    late_s = 0.0 if cluster.page.is_stuck else cluster.now_s
+    assert program.interval.latency.whole_s == pytest.approx(late_s)
