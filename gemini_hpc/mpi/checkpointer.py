@@ -402,7 +402,7 @@ class Checkpointer:
             self._time_seal()
             return True
         try:
-            over = self._finish_exchange(self._exchange, wait, most_s)
+            over = self._finish_exchange(self._exchange, most_s)
             left_s = max(0.0, most_s - wait.count_own_s())
             sealed = over and gate.wait(self._last, lambda: False, patience_s=left_s, part_of=wait)
             if not sealed and patience_s is not None and not gate.degraded:
@@ -418,15 +418,19 @@ class Checkpointer:
         pointless = gate.degraded or gate.is_stuck() or gate.is_abandoned(self._last)
         self._interval.latency.poll(None if pointless else clock.monotonic())
 
-    def _finish_exchange(self, exchange: Exchange, wait: Wait, most_s: float) -> bool:
-        """Return whether the exchange of the previous version is over, in `most_s` seconds of this wait."""
-        patience, moved_at = Patience(), clock.monotonic()
+    def _finish_exchange(self, exchange: Exchange, most_s: float) -> bool:
+        """Return whether the exchange of the previous version is over within `most_s` seconds.
+
+        The limit also holds while a node or an agent is missing: each `step()` would wait for a rank that is gone.
+        """
+        patience, began = Patience(), clock.monotonic()
+        moved_at = began
         while not exchange.over:
             with self._lock:
                 moved = exchange.advance()
             now = clock.monotonic()
             moved_at = now if moved else moved_at
-            late = wait.count_own_s() > most_s and not exchange.over
+            late = now - began > most_s and not exchange.over
             if late or now - moved_at > self._session.seal_timeout_s:
                 return False
             patience(moved)
