@@ -303,7 +303,7 @@ def test_the_wait_for_a_copy_is_part_of_the_wait_for_its_seal(job: FakeJob, monk
         held.left.clear()  # as if the copy took 0.3 s longer
         monkeypatch.setattr(controller, "is_due", lambda version: True)
         monkeypatch.setattr(type(controller), "patience_s", 5.0)
-        monkeypatch.setattr(ckpt._session.gate, "wait", lambda *bounds: not bounds_s.append(bounds[3]))
+        monkeypatch.setattr(ckpt._session.gate, "wait", lambda *bounds, **_: not bounds_s.append(bounds[3]))
         threading.Timer(0.3, held.left.set).start()
         optimizer.step()
     assert 4.0 < bounds_s[0] < 4.8, "the timer begins before the wait"
