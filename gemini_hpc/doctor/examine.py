@@ -68,6 +68,7 @@ CHECKS = (
     Check("slurm.detection", "prove-death", ANYWHERE, slurm.check_detection),
     Check("scripts.prolog", "users-errors", ANYWHERE, installation.check_prolog),
     Check("scripts.epilog", "give-way", ANYWHERE, installation.check_epilog),
+    Check("scripts.clean-up", "memory", ANYWHERE, installation.check_clean_up),
     Check("plugin.line", "plugin-loaded", ANYWHERE, plugin.check_line),
     Check("plugin.release", "plugin-loaded", ANYWHERE, plugin.check_release),
     Check("plugin.run-dir", "plugin-loaded", ANYWHERE, plugin.check_run_dir),

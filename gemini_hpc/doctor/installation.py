@@ -24,6 +24,13 @@ SCRIPTS = "/opt/gemini-hpc/prolog_epilog"
 GUIDE = "docs/install.md"
 _OURS = {"Prolog": "gemini_hpc.node.prolog", "Epilog": "gemini_hpc.node.epilog"}
 _PATH = re.compile(r"/[A-Za-z0-9._+/-]{1,300}")
+_NHC, _NHC_CONF = "nhc", "/etc/nhc/*.conf"
+# Commands that end all processes of a user: Slurm's own etc/slurm.epilog.clean has the first.
+_CLEANS_UP = re.compile(
+    r"^[^#\n]*\b((?:pkill|killall|skill)\b[^#\n;|&]*\s(?:-[uU]\b|--e?uid\b|--user\b)[^\n;|&]*"
+    r"|loginctl\s+(?:terminate|kill)-user\b[^\n;|&]*|check_ps_unauth_users\b[^\n]*\bkill\b)",
+    re.MULTILINE,
+)
 _DROP_IN = re.compile(r"\[ ! -x (/\S{1,300}) \] \|\| exec \1")  # prolog_epilog/prolog.d and epilog.d
 
 
@@ -167,3 +174,36 @@ def check_prolog(facts: HostFacts) -> Outcome:
 def check_epilog(facts: HostFacts) -> Outcome:
     """Check the epilog, which releases the agents' memory."""
     return _check_script(facts, "Epilog")
+
+
+def check_clean_up(facts: HostFacts) -> Outcome:
+    """Check whether scripts of the site end all processes of a job's owner, and the agents with them."""
+    found = []
+    for path in _list_site_scripts(facts.conf):
+        text = _read_if_possible(path)
+        if "gemini" not in text and (command := _CLEANS_UP.search(text)):
+            found.append(f"{path} ({command[1].strip()[:80]})")
+    if not found:
+        return report_ok("no script of the site is seen to end all processes of a job's owner")
+    return report_warning(
+        f"{join_some(found)} ends agents, too: a requeued job finds no copies",
+        "a clean-up that leaves the agents' cgroup alone",
+        "use the loop in docs/admin.md (Clean-up by the site)",
+    )
+
+
+def _list_site_scripts(conf: Configuration) -> list[str]:
+    """Return the site's scripts that run on nodes as root, the scripts that these name, and NHC's settings."""
+    health = conf["HealthCheckProgram"].split()[:1]
+    paths = [*list_scripts(conf, "Prolog"), *list_scripts(conf, "Epilog"), *health]
+    paths += [named for path in paths for named in _PATH.findall(_read_if_possible(path))]
+    if any(os.path.basename(path) == _NHC for path in health):
+        paths += sorted(glob.glob(_NHC_CONF))
+    return [path for path in dict.fromkeys(paths) if os.path.isfile(path)]
+
+
+def _read_if_possible(path: str) -> str:
+    try:
+        return read_text(path)
+    except OSError:
+        return ""

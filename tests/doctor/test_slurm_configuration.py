@@ -126,6 +126,30 @@ def test_a_site_prolog_that_calls_ours(patient: Patient) -> None:
             assert patient.doctor(node="n1").news == {"scripts.prolog": "wrong"}
 
 
+@pytest.mark.parametrize(
+    ("line", "warns"),
+    [
+        ("pkill -KILL -U $SLURM_UID", True),
+        ('killall -9 -u "$SLURM_JOB_USER"', True),
+        ("loginctl terminate-user $SLURM_JOB_USER", True),
+        ("# pkill -KILL -U $SLURM_UID", False),
+        ("pkill -USR1 nscd; ps -u root", False),
+        ("pgrep -U $SLURM_UID | spare /geminihpc.slice/ | xargs pkill -U $SLURM_UID", False),
+    ],
+)
+def test_a_clean_up_that_ends_agents(patient: Patient, line: str, warns: bool) -> None:
+    ours = patient.directory / "site/prolog_epilog/epilog"
+    with (
+        patient.written("clean", f"#!/bin/sh\n{line}\n", 0o755) as clean,
+        patient.written("site-epilog", f"#!/bin/sh\n{clean}\nexec {ours}\n", 0o755) as path,
+        patient.conf(f"Epilog={path}"),
+    ):
+        report = patient.doctor(node="n1")
+        news = {"scripts.epilog": "warning", **({"scripts.clean-up": "warning"} if warns else {})}
+        assert report.news == news
+        assert not warns or f"{clean} ({line})" in report["scripts.clean-up"]["found"]
+
+
 def test_a_prolog_that_is_not_on_this_node(patient: Patient) -> None:
     empty = patient.directory / "empty"
     empty.mkdir()

@@ -87,8 +87,13 @@ def make_plan(
     )
     found, pulls = build_trainings(plan)
     trainings = list(found)
-    if not plan.trainings and not plan.survivable:
+    is_forgotten = restart > 0 and not any(record.noderanks for record in records)
+    if not plan.trainings and (is_forgotten or not plan.survivable):
         reason = f"all copies are gone with {', '.join(plan.gone)}"
+        if is_forgotten:
+            reason = (
+                "no agent of an earlier start is left: other nodes, retention_s over, or ended by the site's scripts"
+            )
         trainings.append(peer.PlannedTraining("default", None, (), None, 0, (), (reason,)))
     for name in sorted({found.training for found in rejected} - {s.name for s in trainings}):
         reasons = tuple(found.sentence for found in rejected if found.training == name)
