@@ -53,7 +53,7 @@ def start(request: Request) -> None:
         mine = workers.Workers(workers.run_tier_worker)
         if agent := os.fork():
             mine.theirs.close()
-            sys.exit(supervisor._attend(agent, mine))
+            sys.exit(supervisor._attend(agent, mine, supervisor._watch_for_sigterm()))
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
         mine.sock.close()
         worker_process.use(workers.SupervisorChannel(mine.theirs))

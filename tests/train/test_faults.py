@@ -50,7 +50,9 @@ def test_agent_dies_and_comes_back(make_job: MakeJob, pause: Pause) -> None:
     assert any(m.digest and m.version >= before - 1 for m in back)
     assert job.nodes[1].hellos[-1].rejoin
     assert all(r["report"]["version"] == 24 and r["report"]["state"] == "protected" for r in results)
-    assert "protection is degraded: the agent of this node is gone" in run.stderr[1]
+    # The transfer may break before the rank's own connection does: then rank 0's copies are named first.
+    assert "protection is degraded: " in run.stderr[1], run.stderr[1]
+    assert "the agent of this node is gone" in run.stderr[1], run.stderr[1]
     assert "protected again" in run.stderr[1]
     assert not job.corrupt
 
