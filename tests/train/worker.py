@@ -524,6 +524,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             wait_armed(ckpt)
         if (name := o.get("keep", {}).get(str(step))) and rank in o.get("keepers", range(world)):
             kept[name] = ckpt.keep(name)
+            if at := o.get("kept_at_once"):
+                wait_for_seal(ckpt, step)
+                wait_for_names(at, [name])
         if start and step == o.get("reject_at") and rank in o.get("rejecters", range(world)):
             meeting.SOON_S = o.get("meet_s", meeting.SOON_S)
             ckpt.reject("the loss is NaN", fresh=o.get("fresh", False))
