@@ -106,6 +106,7 @@ def test_files(tmp_path: Path) -> None:
         load_site_settings(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
         load_site_settings(str(tmp_path))
+    assert load_site_settings("/dev/null") == Settings()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="not a regular file"):
         load_site_settings(str(tmp_path / "pipe"))
