@@ -187,12 +187,12 @@ def build_own_settings() -> Settings:
 
 
 def load_site_settings(path: str = CONFIG_PATH) -> Settings:
-    """Return the settings of this host, the defaults if the usual file does not exist.
+    """Return the settings of this host, the defaults for /dev/null or if the usual file does not exist.
 
     Raises `ConfigError`, also if another file does not exist, because its name was given on purpose.
     """
     try:
-        data = read_regular_file(path, _MAX_BYTES + 1)
+        data = b"" if path == os.devnull else read_regular_file(path, _MAX_BYTES + 1)
     except FileNotFoundError:
         if path != CONFIG_PATH:
             raise ConfigError(f"{path}: no such file; leave --config out for {CONFIG_PATH} or the defaults") from None

@@ -6,20 +6,17 @@ import errno
 import os
 import stat
 
-_NULL = os.makedev(1, 3)  # /dev/null
-
 
 def read_regular_file(path: str, most_bytes: int) -> bytes:
-    """Return the content of a regular file, or the beginning of a larger one; nothing for /dev/null.
+    """Return the content of a regular file, or the beginning of a larger one.
 
-    A pipe, which could block the reader, is refused like another device or a directory.
+    A pipe, which could block the reader, is refused like a device or a directory.
 
     Raises:
         OSError: The file cannot be read, or is not a regular file.
     """
     with open(path, "rb", opener=_open_without_waiting) as file:
-        info = os.fstat(file.fileno())
-        if not stat.S_ISREG(info.st_mode) and info.st_rdev != _NULL:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
         return file.read(most_bytes)
 
