@@ -134,6 +134,7 @@ def test_a_site_prolog_that_calls_ours(patient: Patient) -> None:
         ("loginctl terminate-user $SLURM_JOB_USER", True),
         ("# pkill -KILL -U $SLURM_UID", False),
         ("pkill -USR1 nscd; ps -u root", False),
+        ("/usr/bin/pkill -USR1 nscd", False),
         ("pgrep -U $SLURM_UID | spare /geminihpc.slice/ | xargs pkill -U $SLURM_UID", False),
     ],
 )
