@@ -100,9 +100,9 @@ def _watch_for_sigterm() -> int:
 
 def _leave_sigterm() -> None:
     """Die of SIGTERM in the agent, unless the starter has had SIGTERM ignored."""
-    signal.set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
 
 
 def _is_there(directory: str, uid: int) -> bool:

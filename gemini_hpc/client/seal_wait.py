@@ -46,9 +46,9 @@ class Wait:
 
     def await_event(self, event: threading.Event, within_s: float = math.inf) -> bool:
         """Return whether the event is set within so many seconds."""
-        while within_s > 0.0 and not event.wait(min(_LOOK_S, within_s)):
+        deadline = clock.monotonic() + within_s
+        while (left_s := deadline - clock.monotonic()) > 0.0 and not event.wait(min(_LOOK_S, left_s)):
             self.poll()
-            within_s -= _LOOK_S
         return event.is_set()
 
 
