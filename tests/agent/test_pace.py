@@ -17,7 +17,7 @@ from gemini_hpc.wire.inspect_schema import PaceState
 
 
 class Host:
-    """Its clocks."""
+    """The clocks of a host."""
 
     def __init__(self) -> None:
         self.s = 5000
@@ -41,7 +41,7 @@ def host() -> Iterator[Host]:
 
 
 def test_reports_that_come_together_are_as_far_apart_as_their_versions(host: Host) -> None:
-    """A new agent after 100 s without one, and iterations of 10 s."""
+    """Report ten iterations of 10 s at once, to an agent that has begun after 100 s."""
     training, client = Training("default"), object()
     training.present[0] = client  # type: ignore[assignment]
     requests: Any = SimpleNamespace(
@@ -58,7 +58,7 @@ def test_reports_that_come_together_are_as_far_apart_as_their_versions(host: Hos
 
 @pytest.mark.parametrize("age_s", [-1.0, -1e9, 25.0, 1e9])
 def test_an_impossible_age_makes_no_gap(host: Host, age_s: float) -> None:
-    """In the future, or before the version that was begun 20 s ago."""
+    """Report a time in the future, or one before the version that was begun 20 s ago."""
     pace = VersionGaps()
     pace.record_version(1)
     host.s += 10

@@ -1,4 +1,4 @@
-"""What the waits of an MPI program's `step()` cost it."""
+"""The cost of the waits in an MPI program's `step()`."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_the_next_agent_gets_the_events_that_the_dead_one_missed(make_job: MakeJ
 
 @pytest.fixture
 def may_notice(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Until it is set, the watcher sees no end of a connection."""
+    """Return an event; the watcher sees no end of a connection before it is set."""
     may, poll = threading.Event(), select.poll
 
     class Blind:
@@ -124,7 +124,7 @@ def may_notice(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_an_event_that_a_dying_agent_has_read_reaches_the_next_one(
     make_job: MakeJob, may_notice: threading.Event
 ) -> None:
-    """However late the watcher notices the death."""
+    """Resend the event on the next connection, also if the watcher notices the death late."""
     job = make_job(1, 1)
     agent = joined(job)
     job.hangs_up = [1]

@@ -342,7 +342,7 @@ def test_the_training_counts_the_missing_seconds_of_its_own_wait(
     job: Any = CaptureJob(2, b"", [], Bound([]), [], None)
 
     def end_replicators_wait() -> None:
-        """As the other thread's call, which began at 0.0."""
+        """Finish the wait of the replicator, which began at 0.0."""
         now, agenda.now = agenda.now, 0.0
         agenda.events = [(now, seal)]
         assert scene.gate.wait(1, lambda: False)

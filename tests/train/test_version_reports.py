@@ -17,7 +17,7 @@ from gemini_hpc.train.versions import Versions
 
 @pytest.fixture
 def session() -> RankSession:
-    """At version 7, whose agent is missing."""
+    """Return a session at version 7 whose agent is missing."""
     ranks: Any = SimpleNamespace(rank=1, world=2, subject="training")
     tier: Any = None
     session = RankSession(ranks, "default", tier, seal_timeout_s=1.0)
