@@ -470,5 +470,6 @@ class RunningEngine:
         if self.arming.is_alive():
             self.arming.join(count_seconds_left())
         ended = self.replicator.stop(count_seconds_left()) and not self.arming.is_alive()
+        ended = self.controller.await_round(count_seconds_left()) and ended
         ended = (self._rescuer is None or self._rescuer.close(count_seconds_left())) and ended
         return all(receiver.join(count_seconds_left()) for receiver in self.receivers) and ended

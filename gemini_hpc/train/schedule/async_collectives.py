@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from gemini_hpc import clock
 from gemini_hpc.train.schedule.trace import OperationRecord
+from gemini_hpc.train.state.collectives import LentTensors
 
 PATIENCE_S, _LEAST_PATIENCE_S = 1.5, 0.1  # ranks are an iteration apart at most; the training waits here
 _POLL_S = 0.001  # short beside an iteration
@@ -58,6 +59,7 @@ class AsyncCollectives:
         self._broken = ""
         self._follow_test, self._has_caught_up = follow_test, has_caught_up
         self._record: OperationRecord | None = None
+        self._lent = LentTensors([])
         self.over_at = 0.0  # when the last round that was read ended (CLOCK_MONOTONIC)
 
     @property
@@ -93,6 +95,7 @@ class AsyncCollectives:
     def _start(self, launch: Any) -> None:
         if self._broken:
             raise CollectivesBroken(self._broken)
+        self._lent = LentTensors([tensor for tensor in (self._mine, self._all) if tensor is not None])
         try:
             self._work = launch()
             self._record = self._follow_test(self._work.get_future().done)
@@ -102,6 +105,21 @@ class AsyncCollectives:
     def _fail(self, reason: str) -> None:
         self._broken, self._work = reason, None
         raise CollectivesBroken(reason)
+
+    def await_end(self, patience_s: float) -> bool:
+        """Wait for a round that is not read any more, and return whether gloo has let go of it.
+
+        Nothing else may hold the round's work by then.
+        """
+        deadline = clock.monotonic() + min(patience_s, PATIENCE_S)
+        while self._work is not None:
+            if self._work.is_completed():
+                self._work = self._record = None
+            elif clock.monotonic() > deadline:
+                return False
+            else:
+                clock.sleep(_POLL_S)
+        return self._lent.await_return(max(0.0, deadline - clock.monotonic()))
 
     def _finish(self, waited_s: float, patience_s: float | None) -> None:
         assert self._work is not None

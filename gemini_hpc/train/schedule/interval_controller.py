@@ -290,6 +290,10 @@ class IntervalController:
         """Stop the monitor; the training is over."""
         self._monitor.stop()
 
+    def await_round(self, patience_s: float) -> bool:
+        """Wait for the round in flight, once the monitor has stopped, and return whether gloo has let go of it."""
+        return self._collectives is None or self._collectives.await_end(patience_s)
+
     # ---- each iteration --------------------------------------------------------------------------------
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
@@ -12,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from gemini_hpc import clock
+
 _CPU = torch.device("cpu")
 # Of our own groups: each use has a bound of its own. A receive may wait for as long as an iteration takes, and gloo
 # closes the link when one times out.
 _FOREVER = timedelta(days=1)
+_RETURN_S, _RETURN_POLL_S = 1.0, 5e-5  # gloo lets go within microseconds, unless its thread has no processor
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
@@ -32,9 +36,41 @@ def _choose_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+class LentTensors:
+    """CPU tensors that one collective of gloo uses, from before its start until gloo has let go of them.
+
+    gloo's own thread drops its references after the collective is over, and needs the interpreter's lock for that. A
+    process that ends in between aborts ("terminate called without an active exception") and loses its exit status.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._before = self._count_references()
+
+    def _count_references(self) -> list[tuple[int, int]]:
+        """Return the references of Python and of C++ to each tensor. Which of them gloo's are depends on torch."""
+        return [(sys.getrefcount(tensor), tensor._use_count()) for tensor in self._tensors]  # type: ignore[attr-defined]
+
+    def await_return(self, patience_s: float = _RETURN_S) -> bool:
+        """Wait until gloo has let go of the tensors, and return whether it has."""
+        deadline = clock.monotonic() + patience_s
+        while any(
+            python > python_before or native > native_before
+            for (python, native), (python_before, native_before) in zip(
+                self._count_references(), self._before, strict=True
+            )
+        ):
+            if clock.monotonic() > deadline:
+                return False
+            clock.sleep(_RETURN_POLL_S)
+        return True
+
+
 def _gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    lent = LentTensors([tensor, *parts] if tensor.device == _CPU else [])
     group.allgather([parts], [tensor]).wait()
+    lent.await_return()
     return parts
 
 

@@ -1,0 +1,59 @@
+"""A program whose gloo threads get the processor only while its main thread waits (forked by zygote.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
+from gemini_hpc.train.schedule.trace import OperationRecord
+from gemini_hpc.train.state import collectives
+from gemini_hpc.train.state.collectives import LentTensors
+
+
+class Watched(LentTensors):
+    """What gloo has been lent, all of it."""
+
+    made: ClassVar[list[LentTensors]] = []
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.made.append(self)
+
+
+def yield_to_main() -> None:
+    """Bind all threads to one core, and let gloo's have it only while nothing else wants it."""
+    core = min(os.sched_getaffinity(0))
+    for task in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(task.name), {core})
+        if (task / "comm").read_text().startswith("pt_gloo"):
+            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+
+
+def main(o: dict[str, Any]) -> None:
+    """Print how many collectives had tensors of theirs held by gloo when they returned, of 50 each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    collectives.LentTensors = Watched  # type: ignore[misc]
+    rounds = AsyncCollectives(collectives.build_own_group(), lambda asked: OperationRecord(0, 0, 0.0))
+    yield_to_main()
+    held = {"allgather": 0, "gather_bytes": 0, "round": 0}
+    for _ in range(50):
+        mine = torch.tensor([1])
+        parts = [torch.empty_like(mine)]
+        lent = LentTensors([mine, *parts])
+        group.allgather([parts], [mine]).wait()
+        held["allgather"] += not lent.await_return(0.0)
+        collectives.gather_bytes(b"word")
+        held["gather_bytes"] += not all(lent.await_return(0.0) for lent in Watched.made)
+        rounds.start_max_round([7])
+        held["round"] += not rounds.await_end(10.0)
+    print(json.dumps({"rank": 0, "held": held}), flush=True)

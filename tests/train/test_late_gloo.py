@@ -1,0 +1,13 @@
+"""Collectives of ours over a gloo whose threads get the processor late."""
+
+from __future__ import annotations
+
+from tests.train.launch import Run
+
+
+def test_gloo_holds_no_tensor_once_a_collective_returns() -> None:
+    """It lets go with the interpreter's lock, and a process that ends before loses its exit status (SIGABRT)."""
+    [result] = Run(None, 1, {"program": "tests.train.late_gloo"}).wait()
+    held = result["held"]
+    assert held.pop("allgather") > 10, "the premise: torch's own collective returns before"
+    assert held == {"gather_bytes": 0, "round": 0}
