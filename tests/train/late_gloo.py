@@ -17,7 +17,6 @@ from gemini_hpc.train.schedule.trace import OperationRecord
 from gemini_hpc.train.state import collectives
 from gemini_hpc.train.state.collectives import LentTensors
 
-
 PATIENCE_S = 60.0  # gloo's threads come late here, and later still where the machine is busy
 
 
@@ -44,22 +43,15 @@ def yield_to_main() -> None:
 
 
 def main(o: dict[str, Any]) -> None:
-    """Print how many collectives had tensors of theirs held by gloo when they returned, of 10 each."""
+    """Print of how many collectives gloo held tensors when they returned: of 8 to 10 of ten, where nothing waits."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group = dist.group.WORLD
-    assert group is not None
     async_collectives.PATIENCE_S = PATIENCE_S
     collectives.LentTensors = Watched  # type: ignore[misc]
     rounds = AsyncCollectives(collectives.build_own_group(), lambda asked: OperationRecord(0, 0, 0.0))
     yield_to_main()
-    held = {"allgather": 0, "gather_bytes": 0, "round": 0}
+    held = {"gather_bytes": 0, "round": 0}
     for _ in range(10):
-        mine = torch.tensor([1])
-        parts = [torch.empty_like(mine)]
-        lent = LentTensors([mine, *parts])
-        group.allgather([parts], [mine]).wait()
-        held["allgather"] += not lent.await_return(0.0)
         collectives.gather_bytes(b"word")
         held["gather_bytes"] += not all(lent.await_return(0.0) for lent in Watched.made)
         rounds.start_max_round([7])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.train.launch import Run
+
+pytestmark = pytest.mark.slow
 
 
 def test_gloo_holds_no_tensor_once_a_collective_returns() -> None:
     """It lets go with the interpreter's lock, and a process that ends before loses its exit status (SIGABRT)."""
     [result] = Run(None, 1, {"program": "tests.train.late_gloo"}).wait()
-    held = result["held"]
-    assert held.pop("allgather") > 0, "the premise: torch's own collective returns before"
-    assert held == {"gather_bytes": 0, "round": 0}
+    assert result["held"] == {"gather_bytes": 0, "round": 0}
