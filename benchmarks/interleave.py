@@ -36,6 +36,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.bench import Line, MeasureError, Options, TrainingJob, cluster
 from benchmarks.rows import Row, median_row
@@ -335,7 +336,11 @@ def _rows(found: Found) -> list[Row]:
                 goal=LIMITS.get(scheme, (None, None))[1],
             )
         )
-    rows += _traffic_rows(found, where)
+    rows += plan_rows(
+        (f"fig16.{setting.main}_j", f"fig8.before{suffix}", f"fig8.after{suffix}"),
+        where,
+        found.traffic.get("gemini", []),
+    )
     if "blocking" in setting.schemes:
         seen = statistics.median(found.ratios("blocking"))
         rows.append(
@@ -351,24 +356,27 @@ def _rows(found: Found) -> list[Row]:
     return rows
 
 
-def _traffic_rows(found: Found, where: str) -> list[Row]:
-    """What the ranks told of their plans."""
-    suffix, main = found.setting.suffix, found.setting.main
-    planned = [line for line in found.traffic.get("gemini", []) if line["stage"] == "steady"]
-    if not planned:
-        return []
+def plan_rows(ids: tuple[str, str, str], where: str, told: Sequence[dict[str, Any]]) -> list[Row]:
+    """Return the rows j, idle time before and idle time after, of the plans that ranks reported.
+
+    A figure is NaN where no rank had one: in a short run all of them may be profiling anew.
+    """
+    planned, nothing = [line for line in told if line["stage"] == "steady"], [float("nan")]
+    saved, before, after = ids
     return [
-        Row(f"fig16.{main}_j", f"{where}: a version is saved every j-th iteration", "", max(p["j"] for p in planned)),
-        median_row(
-            f"fig8.before{suffix}",
-            f"{where}: idle time of the network in an iteration without checkpoints",
-            "s",
-            [p["idle_s"] for p in planned],
+        Row(
+            saved, f"{where}: a version is saved every j-th iteration", "", max([p["j"] for p in planned] or nothing)
         ),
         median_row(
-            f"fig8.after{suffix}",
+            before,
+            f"{where}: idle time of the network in an iteration without checkpoints",
+            "s",
+            [p["idle_s"] for p in planned] or nothing,
+        ),
+        median_row(
+            after,
             f"{where}: the same with checkpoints in it",
             "s",
-            [p["idle_s"] - p["overlap"]["chunks_s"] for p in planned if p["overlap"]] or [float("nan")],
+            [p["idle_s"] - p["overlap"]["chunks_s"] for p in planned if p["overlap"]] or nothing,
         ),
     ]

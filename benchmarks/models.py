@@ -58,7 +58,6 @@ def _rows(name: str, found: interleave.Found) -> list[Row]:
     setting = found.setting
     bare, ratios = found.bare, found.ratios("gemini")
     where = f"{setting.blocks} blocks of width {setting.dim}, C = {found.checkpoint_bytes / 1e6:.1f} MB"
-    planned = [line for line in found.traffic["gemini"] if line["stage"] == "steady"]
     rows = [
         median_row(
             f"fig13.none_{name}",
@@ -76,25 +75,5 @@ def _rows(name: str, found: interleave.Found) -> list[Row]:
             peers={"median": statistics.median(ratios)},
         ),
     ]
-    if planned:
-        rows += [
-            Row(
-                f"fig13.j_{name}",
-                f"{where}: a version is saved every j-th iteration",
-                "",
-                max(p["j"] for p in planned),
-            ),
-            median_row(
-                f"fig13.before_{name}",
-                f"{where}: idle time of the network in an iteration without checkpoints",
-                "s",
-                [p["idle_s"] for p in planned],
-            ),
-            median_row(
-                f"fig13.after_{name}",
-                f"{where}: the same with checkpoints in it",
-                "s",
-                [p["idle_s"] - p["overlap"]["chunks_s"] for p in planned if p["overlap"]] or [float("nan")],
-            ),
-        ]
-    return rows
+    ids = (f"fig13.j_{name}", f"fig13.before_{name}", f"fig13.after_{name}")
+    return [*rows, *interleave.plan_rows(ids, where, found.traffic["gemini"])]
