@@ -8,10 +8,11 @@ beside the rank that waits for signals. A signal that reached the witness has re
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 from contextlib import suppress
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from gemini_hpc import clock
 
@@ -110,6 +111,14 @@ class Witness:
                 os.waitpid(self._pid, 0)
 
 
+class _Arrived(NamedTuple):
+    """A signal of the launcher: when it arrived, and when it is passed on at the latest (monotonic seconds)."""
+
+    number: int
+    at: float
+    due: float
+
+
 class Signals:
     """The signals that a launcher receives after `install_handlers`.
 
@@ -123,7 +132,8 @@ class Signals:
         self.last: tuple[signal.Signals, float] | None = None
         self.asked: tuple[signal.Signals, float] | None = None
         self.fd = self._wake = -1
-        self._due: list[tuple[int, float]] = []
+        self._due: list[_Arrived] = []
+        self._reached: dict[int, float] = {}  # when the newest of each kind arrived that went to all processes
         self._witness: Witness | None = None
 
     def install_handlers(self) -> None:
@@ -144,28 +154,40 @@ class Signals:
         self.last = signal.Signals(number), now
         if number in ENDING:
             self.asked = self.last
-        self._due.append((number, now + LATER_S))
+        self._due.append(_Arrived(number, now, now + LATER_S))
 
     def compute_wait_s(self) -> float | None:
         """Return the seconds until `pass_on` has a signal to send, or None if none arrived."""
         if self.fd >= 0:
             with suppress(BlockingIOError):
                 os.read(self.fd, 256)
-        return max(0.0, self._due[0][1] - clock.monotonic()) if self._due else None
+        return max(0.0, self._due[0].due - clock.monotonic()) if self._due else None
 
     def hurry(self) -> None:
         """Pass the signals on within `SOON_S`: the job waits for the step's end."""
         soon = clock.monotonic() + SOON_S
-        self._due = [(number, min(due, soon)) for number, due in self._due]
+        self._due = [arrived._replace(due=min(arrived.due, soon)) for arrived in self._due]
 
     def pass_on(self, pid: int) -> None:
         """Send the rank each signal that has reached this process but not the rank."""
         now = clock.monotonic()
-        while self._due and self._due[0][1] <= now:
-            number, _ = self._due.pop(0)
-            if self._witness is None or not self._witness.has_got(number):
+        while self._due and self._due[0].due <= now:
+            number, at, _ = self._due.pop(0)
+            if not self._has_reached_rank(number, at):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
+
+    def _has_reached_rank(self, number: int, at: float) -> bool:
+        """Return whether a signal went to all processes of the step.
+
+        The kernel merges a signal with one of its kind that still waits: the witness then reports two as one.
+        """
+        if self._witness is None:
+            return False
+        if self._witness.has_got(number):
+            self._reached[number] = at
+            return True
+        return at - self._reached.get(number, -math.inf) < LATER_S
 
     def was_asked_since(self, moment: float) -> bool:
         """Return whether a signal that asks to end arrived since this moment (monotonic seconds)."""
