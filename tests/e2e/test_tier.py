@@ -147,7 +147,8 @@ def test_a_planted_directory_is_passed_over(cluster: Cluster, tier: Path) -> Non
     cluster.run(["scontrol", "requeue", str(job.id)])
     cluster.restore(0)
     until(lambda: len(job.lines("start")) == 2, 90, what="the job is back")
-    assert job.lines("start")[1]["start"] >= 8 and "from the tier" in job.said()
+    assert job.lines("start")[1]["start"] >= 8
+    until(lambda: "from the tier" in job.said(), 10, what="srun has passed the line on")
 
 
 def test_the_tier_is_away_when_it_is_wanted(cluster: Cluster, tier: Path) -> None:
@@ -169,7 +170,8 @@ def test_the_tier_is_away_when_it_is_wanted(cluster: Cluster, tier: Path) -> Non
     assert len(job.lines("start")) == 1, "it has not begun anew"
     away.rename(tier)
     until(lambda: len(job.lines("start")) == 2, 60, what="the job is back")
-    assert job.lines("start")[1]["start"] == newest.version and "from the tier" in job.said()
+    assert job.lines("start")[1]["start"] == newest.version
+    until(lambda: "from the tier" in job.said(), 10, what="srun has passed the line on")
 
 
 def test_a_tier_that_is_not_there(cluster: Cluster) -> None:
