@@ -36,7 +36,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from benchmarks.bench import Line, MeasureError, Options, TrainingJob, cluster
 from benchmarks.rows import Row, median_row
@@ -356,7 +355,7 @@ def _rows(found: Found) -> list[Row]:
     return rows
 
 
-def plan_rows(ids: tuple[str, str, str], where: str, told: Sequence[dict[str, Any]]) -> list[Row]:
+def plan_rows(ids: tuple[str, str, str], where: str, told: Sequence[Line]) -> list[Row]:
     """Return the rows j, idle time before and idle time after, of the plans that ranks reported.
 
     A figure is NaN where no rank had one: in a short run all of them may be profiling anew.

@@ -113,7 +113,7 @@ def test_a_signal_reaches_the_rank_once_where_the_witness_has_not_run(step: Step
 
 
 def test_a_signal_that_is_sent_twice_while_the_witness_does_not_run(step: Step) -> None:
-    """The kernel merges the two for the witness, and the rank has got both."""
+    """Send a signal twice, which the kernel merges for the witness and not for the rank."""
     os.kill(step.witness, signal.SIGSTOP)
     for times in (1, 2):
         step.everywhere(signal.SIGUSR1)

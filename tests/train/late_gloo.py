@@ -21,7 +21,7 @@ PATIENCE_S = 60.0  # gloo's threads come late here, and later still where the ma
 
 
 class Watched(LentTensors):
-    """What gloo has been lent, all of it."""
+    """A `LentTensors` that keeps a list of all that were made."""
 
     made: ClassVar[list[LentTensors]] = []
 
@@ -43,7 +43,10 @@ def yield_to_main() -> None:
 
 
 def main(o: dict[str, Any]) -> None:
-    """Print of how many collectives gloo held tensors when they returned: of 8 to 10 of ten, where nothing waits."""
+    """Count the collectives that return while gloo holds their tensors, of ten each, and print the counts.
+
+    Without the wait in `_gather_tensors` the count is 8 to 10.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     async_collectives.PATIENCE_S = PATIENCE_S

@@ -10,6 +10,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_gloo_holds_no_tensor_once_a_collective_returns() -> None:
-    """It lets go with the interpreter's lock, and a process that ends before loses its exit status (SIGABRT)."""
+    """Count held tensors: a process that ends while gloo holds one aborts, and its exit status is lost."""
     [result] = Run(None, 1, {"program": "tests.train.late_gloo"}).wait()
     assert result["held"] == {"gather_bytes": 0, "round": 0}

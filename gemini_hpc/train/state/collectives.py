@@ -48,7 +48,7 @@ class LentTensors:
         self._before = self._count_references()
 
     def _count_references(self) -> list[tuple[int, int]]:
-        """Return the references of Python and of C++ to each tensor. Which of them gloo's are depends on torch."""
+        """Return the references of Python and of C++ to each tensor. torch's release decides which are gloo's."""
         return [(sys.getrefcount(tensor), tensor._use_count()) for tensor in self._tensors]  # type: ignore[attr-defined]
 
     def await_return(self, patience_s: float = _RETURN_S) -> bool:
